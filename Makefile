@@ -1,0 +1,40 @@
+# make demo   replay a request trace through all tiers       (TRACE=path.jsonl, ARGS="--seed 7")
+# make test   run all tests
+# make lint   ruff and mypy
+# make bench  the benchmarks behind docs/benchmarks.md
+# The first run sets everything up in .venv: Python >= 3.10 and a package index are all it needs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DISTRIBUTIONS := . plugins/file conformance
+PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml) conformance/pyproject.toml
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.ready
+	@$(BIN)/hicache-storage replay $(TRACE) $(ARGS)
+
+test: $(VENV)/.ready
+	@$(BIN)/pytest -q $(ARGS)
+
+lint: $(VENV)/.ready
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+bench: $(VENV)/.ready
+	@$(BIN)/python benchmarks/file_backend.py $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+# torch: what the interpreter already has is accepted, through the venv's system site packages.
+$(VENV)/.ready: requirements.txt $(PROJECTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "Python >= 3.10 is needed; name one with: make PYTHON=python3.x"; exit 1; }
+	@echo "setting up $(VENV) (once)"
+	@$(PYTHON) -m venv $$($(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages) $(VENV)
+	@$(BIN)/pip install -q --disable-pip-version-check -r requirements.txt
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q --disable-pip-version-check torch==2.13.0
+	@$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps $(DISTRIBUTIONS:%=-e %)
+	@touch $@

@@ -1,0 +1,103 @@
+"""Memory that pages live in: an address and a length, and pages as scatter lists of those.
+
+A page of KV cache is one object in L3 but seldom one piece of memory in L2: two buffers (K and V)
+for MHA in ``page_first``, one for MLA, ``2 * layers`` in ``layer_first``. Backends gather from and
+scatter into these buffers in list order; the object's bytes are their concatenation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+_CHAR = ctypes.c_char
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """``nbytes`` bytes of memory at ``address``.
+
+    The memory is the caller's. Whoever makes a Buffer from a bare address keeps that memory
+    alive for as long as a call uses it; ``Buffer.of`` keeps it alive by itself (``owner``).
+    """
+
+    address: int
+    nbytes: int
+    owner: object = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, memory: Any) -> Buffer:
+        """A Buffer over any writable, C-contiguous object (bytearray, mmap, numpy array).
+
+        Raises TypeError or BufferError when the object is read-only or not contiguous.
+        """
+        view = memoryview(memory).cast("B")
+        if view.nbytes == 0:
+            return cls(0, 0, memory)
+        anchor = (_CHAR * view.nbytes).from_buffer(view)
+        return cls(ctypes.addressof(anchor), view.nbytes, anchor)
+
+    @property
+    def view(self) -> memoryview:
+        """The memory itself as a writable view of bytes; nothing is copied."""
+        if self.nbytes == 0:
+            return memoryview(bytearray())
+        return memoryview((_CHAR * self.nbytes).from_address(self.address)).cast("B")
+
+    @property
+    def end(self) -> int:
+        """The address one past the last byte."""
+        return self.address + self.nbytes
+
+    def contains(self, other: Buffer) -> bool:
+        """Whether ``other`` lies wholly inside this buffer."""
+        return self.address <= other.address and other.end <= self.end
+
+    def slice(self, offset: int, nbytes: int) -> Buffer:
+        """A part of this buffer; it keeps the same owner alive.
+
+        Raises ValueError when the part does not lie inside.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"bytes {offset}..{offset + nbytes} lie outside a buffer of {self.nbytes}")
+        return Buffer(self.address + offset, nbytes, self.owner)
+
+
+Page: TypeAlias = Sequence[Buffer]
+"""One page of one pool on one rank: the buffers whose concatenation is the stored object."""
+
+
+def page_nbytes(page: Page) -> int:
+    """Size of the object that holds this page, in bytes."""
+    return sum(buffer.nbytes for buffer in page)
+
+
+def views(page: Page) -> list[memoryview]:
+    """The page's memory, a writable view a buffer, in order."""
+    return [buffer.view for buffer in page]
+
+
+def gather(page: Page) -> memoryview:
+    """The page's bytes in one piece: the memory itself for one buffer, else a copy."""
+    if len(page) == 1:
+        return page[0].view
+    return memoryview(b"".join(views(page)))
+
+
+def gather_into(page: Page, target: memoryview) -> None:
+    """Copy the page's bytes in order to the start of ``target``."""
+    offset = 0
+    for buffer in page:
+        target[offset : offset + buffer.nbytes] = buffer.view
+        offset += buffer.nbytes
+
+
+def scatter(value: Any, page: Page) -> None:
+    """Copy ``value``, which has exactly the page's size, into the page's buffers in order."""
+    source = memoryview(value).cast("B")
+    offset = 0
+    for buffer in page:
+        buffer.view[:] = source[offset : offset + buffer.nbytes]
+        offset += buffer.nbytes

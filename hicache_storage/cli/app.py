@@ -1,0 +1,70 @@
+"""The command line application: our commands, and those of installed plugins."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hicache_storage import __version__
+from hicache_storage.cli import COMMANDS
+from hicache_storage.cli.replay import replay
+from hicache_storage.registry import BackendInfo, installed
+from hicache_storage.storage import Capabilities
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Storage for SGLang HiCache.")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hicache-storage {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Storage for SGLang HiCache."""
+
+
+@app.command()
+def backends() -> None:
+    """List the installed backends, their versions and what they can do."""
+    table = Table("backend", "distribution", "version", "capabilities")
+    for info in installed():
+        table.add_row(info.name, info.distribution, info.version, _described(info))
+    Console(soft_wrap=False).print(table)
+
+
+def _described(info: BackendInfo) -> str:
+    if info.capabilities is None:
+        return f"[red]{info.problem}[/red]"
+    return ", ".join(capability_words(info.capabilities)) or "the three methods"
+
+
+def capability_words(capabilities: Capabilities) -> list[str]:
+    """The capabilities that are there, in words: switches by name, numbers as name=value."""
+    words = []
+    default = Capabilities()
+    for name in Capabilities.__dataclass_fields__:
+        value = getattr(capabilities, name)
+        if value is True:
+            words.append(name)
+        elif value != getattr(default, name):
+            words.append(f"{name}={value}")
+    return words
+
+
+app.command()(replay)
+
+for point in sorted(entry_points(group=COMMANDS), key=lambda point: point.name):
+    try:
+        app.add_typer(point.load())
+    except Exception as error:
+        typer.echo(f"hicache-storage: commands of plugin {point.name!r} do not load: {error}", err=True)

@@ -1,0 +1,1 @@
+"""Wrappers that implement the contract and compose; ``open_storage`` puts them in order."""

@@ -1,0 +1,208 @@
+"""Bounds every call, and keeps late work away from the caller's memory.
+
+A bounded backend ends by itself at ``time_left()``; here it only gets its deadline. Any other
+backend may sit in a socket for ever, so it works in a thread of ours and on memory of ours, and
+the caller copies what arrived in time. That copy is the price of a backend that cannot be called
+off; memory for it is capped by cutting batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, TypeVar
+
+from hicache_storage.batch_pool import BatchPool, Lease
+from hicache_storage.buffers import Buffer, Page, gather_into, page_nbytes, scatter
+from hicache_storage.deadline import deadline
+from hicache_storage.errors import DeadlineError
+from hicache_storage.layers.layer import Layer
+from hicache_storage.storage import HiCacheStorage, ReadableBuffer, Status, check_batch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BOUNCE_NBYTES = 16 << 20
+"""Memory that one batch call to an unbounded backend may take, in bytes (one page at the least)."""
+
+ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds a call may take; None means that it may take for ever."""
+
+    exists: float | None = 1.0
+    get: float | None = 5.0
+    set: float | None = 10.0
+
+
+class DeadlineLayer(Layer):
+    """Every call returns within its deadline: late pages are TIMED_OUT, late calls DeadlineError.
+
+    At most ``threads`` calls can be stuck in an unbounded backend; further ones wait their time
+    for a thread, which the breaker above spares them.
+    """
+
+    CLOSE_SECONDS = 5.0
+
+    def __init__(self, inner: HiCacheStorage, deadlines: Deadlines, threads: int = 8) -> None:
+        super().__init__(inner)
+        self._deadlines = deadlines
+        self._bounces = _Bounces(inner)
+        self._pool = None if inner.capabilities.bounded else BatchPool(threads, "hicache-deadline")
+
+    def get(self, key: str) -> ReadableBuffer | None:
+        with deadline(self._deadlines.get):
+            if self._pool is None:
+                return self.inner.get(key)
+            return self._bounded(lambda _: self.inner.get(key))
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key])[0]
+
+    def set(self, key: str, value: memoryview) -> None:
+        with deadline(self._deadlines.set):
+            if self._pool is None:
+                return self.inner.set(key, value)
+            mine = memoryview(bytes(value))
+            return self._bounded(lambda _: self.inner.set(key, mine))
+
+    def batch_exists(self, keys: Sequence[str]) -> list[bool]:
+        with deadline(self._deadlines.exists):
+            if self._pool is None:
+                return self.inner.batch_exists(keys)
+            return self._bounded(lambda _: self.inner.batch_exists(keys))
+
+    def batch_get_into(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
+        check_batch(keys, pages)
+        with deadline(self._deadlines.get):
+            if self._pool is None:
+                return self.inner.batch_get_into(keys, pages)
+            return self._through_bounce("get", keys, pages)
+
+    def batch_set_from(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
+        check_batch(keys, pages)
+        with deadline(self._deadlines.set):
+            if self._pool is None:
+                return self.inner.batch_set_from(keys, pages)
+            return self._through_bounce("set", keys, pages)
+
+    def describe(self) -> dict[str, str]:
+        limits = self._deadlines
+        seconds = f"exists {limits.exists} s, get {limits.get} s, set {limits.set} s"
+        return {**self.inner.describe(), "deadlines": seconds}
+
+    def close(self) -> None:
+        if self._pool is None:
+            self.inner.close()
+            return
+        try:
+            with deadline(self.CLOSE_SECONDS):
+                self._bounded(lambda _: self._bounces.close())
+                self._bounded(lambda _: self.inner.close())
+        except DeadlineError:
+            logger.warning(
+                "the backend did not close in %s s; its threads are left behind", self.CLOSE_SECONDS
+            )
+        self._pool.close(timeout=0.1)
+
+    def _bounded(self, call: Callable[[Lease], T]) -> T:
+        """What ``call`` returns or raises, or DeadlineError when it takes too long."""
+        returned: list[T] = []
+        raised: list[Exception] = []
+
+        def work(_: int, lease: Lease) -> Status:
+            try:
+                returned.append(call(lease))
+            except Exception as error:
+                raised.append(error)
+            return Status.OK
+
+        assert self._pool is not None
+        if self._pool.run(1, work)[0] is Status.TIMED_OUT:
+            raise DeadlineError("the backend did not answer in time")
+        if raised:
+            raise raised[0]
+        return returned[0]
+
+    def _through_bounce(
+        self, direction: Literal["get", "set"], keys: Sequence[str], pages: Sequence[Page]
+    ) -> list[Status]:
+        """Run a batch in a thread of ours; pages are touched only while their caller waits."""
+        statuses = [Status.TIMED_OUT] * len(pages)
+
+        def work(lease: Lease) -> None:
+            for part in _cut(pages):
+                bounced = self._bounces.pages(pages[part])
+                if direction == "set":
+                    with lease.held():
+                        for page, mine in zip(pages[part], bounced, strict=True):
+                            gather_into(page, mine[0].view)
+                    got = self.inner.batch_set_from(keys[part], bounced)
+                else:
+                    got = self.inner.batch_get_into(keys[part], bounced)
+                with lease.held():
+                    for i, status, mine in zip(range(part.start, part.stop), got, bounced, strict=True):
+                        if status and direction == "get":
+                            scatter(mine[0].view, pages[i])
+                        statuses[i] = status
+
+        with suppress(DeadlineError):  # what was done in time stands; the rest says TIMED_OUT
+            self._bounded(work)
+        return statuses
+
+
+class _Bounces:
+    """One piece of memory for each thread, registered with the backend, grown to what it needs."""
+
+    def __init__(self, storage: HiCacheStorage) -> None:
+        self._storage = storage
+        self._mine = threading.local()
+        self._lock = threading.Lock()
+        self._registered: list[Buffer] = []
+
+    def pages(self, like: Sequence[Page]) -> list[Page]:
+        """Pages of one buffer each, as large as those of ``like``, in this thread's memory."""
+        sizes = [page_nbytes(page) for page in like]
+        offsets = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+        memory = self._memory(max(offsets[-1], BOUNCE_NBYTES))
+        return [(memory.slice(offset, size),) for offset, size in zip(offsets, sizes, strict=False)]
+
+    def close(self) -> None:
+        """Unregister all; threads that are stuck in the backend have left their memory to it."""
+        with self._lock:
+            registered, self._registered = self._registered, []
+        for memory in registered:
+            self._storage.unregister_buffer(memory)
+
+    def _memory(self, nbytes: int) -> Buffer:
+        mine: Buffer | None = getattr(self._mine, "memory", None)
+        if mine is None or mine.nbytes < nbytes:
+            if mine is not None:
+                self._storage.unregister_buffer(mine)
+            grown = Buffer.of(mmap.mmap(-1, nbytes))
+            self._storage.register_buffer(grown)
+            with self._lock:
+                self._registered = [b for b in self._registered if b is not mine] + [grown]
+            self._mine.memory = mine = grown
+        return mine
+
+
+def _cut(pages: Sequence[Page]) -> Iterator[slice]:
+    """Slices of the batch that fit the bounce memory."""
+    start, nbytes = 0, 0
+    for i, page in enumerate(pages):
+        size = -(-page_nbytes(page) // ALIGNMENT) * ALIGNMENT
+        if i > start and nbytes + size > BOUNCE_NBYTES:
+            yield slice(start, i)
+            start, nbytes = i, 0
+        nbytes += size
+    if start < len(pages):
+        yield slice(start, len(pages))

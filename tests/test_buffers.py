@@ -1,0 +1,55 @@
+"""Memory is described, never copied."""
+
+import mmap
+
+import pytest
+
+from hicache_storage.buffers import Buffer, gather, gather_into, page_nbytes, scatter
+
+
+def test_a_view_is_the_memory_itself():
+    memory = bytearray(b"0123456789")
+    buffer = Buffer.of(memory)
+    buffer.view[3:5] = b"xy"
+    assert memory == b"012xy56789"
+    assert (buffer.nbytes, buffer.end) == (10, buffer.address + 10)
+
+
+def test_a_slice_keeps_its_memory_alive():
+    part = Buffer.of(mmap.mmap(-1, 4096)).slice(100, 8)
+    part.view[:] = b"8 bytes!"
+    assert bytes(part.view) == b"8 bytes!"
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 2), (0, 11), (10, 1), (3, -1)])
+def test_a_slice_outside_its_buffer_is_refused(offset, nbytes):
+    with pytest.raises(ValueError, match="outside"):
+        Buffer.of(bytearray(10)).slice(offset, nbytes)
+
+
+def test_read_only_memory_is_refused():
+    with pytest.raises((TypeError, BufferError)):
+        Buffer.of(b"constant")
+
+
+def test_an_empty_buffer_has_an_empty_view():
+    assert bytes(Buffer.of(bytearray()).view) == b""
+
+
+def test_gather_and_scatter_keep_the_order_of_the_buffers():
+    parts = [bytearray(b"abc"), bytearray(b""), bytearray(b"defg")]
+    page = [Buffer.of(part) for part in parts]
+    assert bytes(gather(page)) == b"abcdefg"
+    assert page_nbytes(page) == 7
+    target = bytearray(9)
+    gather_into(page, memoryview(target))
+    assert target == b"abcdefg\0\0"
+    scatter(b"7654321", page)
+    assert parts == [b"765", b"", b"4321"]
+
+
+def test_gathering_one_buffer_copies_nothing():
+    memory = bytearray(8)
+    view = gather([Buffer.of(memory)])
+    view[0] = 7
+    assert memory[0] == 7
