@@ -30,7 +30,7 @@ def check_name(name: str) -> None:
     """
     if _NAME.fullmatch(name) is None:
         raise InvalidKeyError(
-            f"page name {name[:80]!r} must be made of letters, digits, '.', '_' and '-' and not start with '.'"
+            f"page name {name[:80]!r} must be made of letters, digits, '.', '_' and '-', a '.' not first"
         )
     if len(name) > MAX_NAME_LENGTH:
         raise InvalidKeyError(f"page name of {len(name)} characters is over the limit of {MAX_NAME_LENGTH}")

@@ -50,6 +50,11 @@ def open_storage(
     return layered(cls(own, _identified(namespace or Namespace(), sdk)), sdk, backend)
 
 
+def check_settings(backend: str, settings: Mapping[str, Any]) -> None:
+    """Raise SettingsError when ``open_storage`` would, as far as that can be told without opening."""
+    split_settings(settings, backend, find_backend(backend).Settings or NoSettings)
+
+
 def layered(storage: HiCacheStorage, sdk: SdkSettings, name: str) -> HiCacheStorage:
     """``storage`` under the layers that ``sdk`` switches on; ``name`` labels its metrics."""
     if sdk.faults is not None:

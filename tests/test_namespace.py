@@ -76,12 +76,11 @@ def test_a_name_that_some_store_could_misread_is_refused(name):
 def test_no_name_escapes_its_namespace(name):
     try:
         key = BASE.key(name)
-    except InvalidKeyError as error:
-        assert len(str(error)) < 400
-    else:
-        assert key.count("/") == 1
-        assert key.isascii()
-        assert not key.rpartition("/")[2].startswith(".")
+    except InvalidKeyError:
+        return
+    assert key.count("/") == 1
+    assert key.isascii()
+    assert not key.rpartition("/")[2].startswith(".")
 
 
 def test_a_rank_outside_its_size_is_refused():

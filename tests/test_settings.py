@@ -34,7 +34,7 @@ def test_a_typo_is_refused_with_what_was_meant(typo, meant):
 
 
 def test_an_unknown_key_that_resembles_nothing_lists_what_is_valid():
-    with pytest.raises(SettingsError, match="valid are .*capacity.*root"):
+    with pytest.raises(SettingsError, match=r"valid are .*capacity.*root"):
         split({"root": "/x", "zzzzzz": 1})
 
 

@@ -13,6 +13,9 @@ from hicache_storage import __version__
 from hicache_storage.cli import COMMANDS
 from hicache_storage.cli.replay import replay
 from hicache_storage.registry import BackendInfo, installed
+from hicache_storage.settings import parse_assignments, read_table
+from hicache_storage.sglang.launch_args import launch_args as flags_for
+from hicache_storage.sglang.launch_args import pasted
 from hicache_storage.storage import Capabilities
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Storage for SGLang HiCache.")
@@ -59,6 +62,20 @@ def capability_words(capabilities: Capabilities) -> list[str]:
         elif value != getattr(default, name):
             words.append(f"{name}={value}")
     return words
+
+
+@app.command("launch-args")
+def launch_args(
+    backend: Annotated[str, typer.Argument(help="An installed backend, or module:Class.")],
+    assignments: Annotated[
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="A setting; may be repeated.")
+    ] = [],  # noqa: B006 (typer copies it)
+    config: Annotated[str, typer.Option(help="Settings as JSON text or @file.json|toml|yaml.")] = "{}",
+    sglang_version: Annotated[str | None, typer.Option(help="The SGLang version to launch.")] = None,
+) -> None:
+    """Print the flags that make SGLang load BACKEND, ready to paste."""
+    settings = {**read_table(config), **parse_assignments(assignments)}
+    typer.echo(pasted(flags_for(backend, settings, sglang_version)))
 
 
 app.command()(replay)

@@ -9,16 +9,14 @@ off; memory for it is capped by cutting batches.
 from __future__ import annotations
 
 import logging
-import mmap
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal, TypeVar
 
 from hicache_storage.batch_pool import BatchPool, Lease
-from hicache_storage.buffers import Buffer, Page, gather_into, page_nbytes, scatter
+from hicache_storage.bounce import BounceMemory, cut
+from hicache_storage.buffers import Page, gather_into, page_nbytes, scatter
 from hicache_storage.deadline import deadline
 from hicache_storage.errors import DeadlineError
 from hicache_storage.layers.layer import Layer
@@ -27,11 +25,6 @@ from hicache_storage.storage import HiCacheStorage, ReadableBuffer, Status, chec
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-BOUNCE_NBYTES = 16 << 20
-"""Memory that one batch call to an unbounded backend may take, in bytes (one page at the least)."""
-
-ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +48,7 @@ class DeadlineLayer(Layer):
     def __init__(self, inner: HiCacheStorage, deadlines: Deadlines, threads: int = 8) -> None:
         super().__init__(inner)
         self._deadlines = deadlines
-        self._bounces = _Bounces(inner)
+        self._bounces = BounceMemory(inner)
         self._pool = None if inner.capabilities.bounded else BatchPool(threads, "hicache-deadline")
 
     def get(self, key: str) -> ReadableBuffer | None:
@@ -138,71 +131,25 @@ class DeadlineLayer(Layer):
         """Run a batch in a thread of ours; pages are touched only while their caller waits."""
         statuses = [Status.TIMED_OUT] * len(pages)
 
+        sizes = [page_nbytes(page) for page in pages]
+
         def work(lease: Lease) -> None:
-            for part in _cut(pages):
-                bounced = self._bounces.pages(pages[part])
+            for part in cut(sizes):
+                mine = self._bounces.pages(sizes[part])
+                bounced = [(buffer,) for buffer in mine]
                 if direction == "set":
                     with lease.held():
-                        for page, mine in zip(pages[part], bounced, strict=True):
-                            gather_into(page, mine[0].view)
+                        for page, buffer in zip(pages[part], mine, strict=True):
+                            gather_into(page, buffer.view)
                     got = self.inner.batch_set_from(keys[part], bounced)
                 else:
                     got = self.inner.batch_get_into(keys[part], bounced)
                 with lease.held():
-                    for i, status, mine in zip(range(part.start, part.stop), got, bounced, strict=True):
+                    for i, status, buffer in zip(range(part.start, part.stop), got, mine, strict=True):
                         if status and direction == "get":
-                            scatter(mine[0].view, pages[i])
+                            scatter(buffer.view, pages[i])
                         statuses[i] = status
 
         with suppress(DeadlineError):  # what was done in time stands; the rest says TIMED_OUT
             self._bounded(work)
         return statuses
-
-
-class _Bounces:
-    """One piece of memory for each thread, registered with the backend, grown to what it needs."""
-
-    def __init__(self, storage: HiCacheStorage) -> None:
-        self._storage = storage
-        self._mine = threading.local()
-        self._lock = threading.Lock()
-        self._registered: list[Buffer] = []
-
-    def pages(self, like: Sequence[Page]) -> list[Page]:
-        """Pages of one buffer each, as large as those of ``like``, in this thread's memory."""
-        sizes = [page_nbytes(page) for page in like]
-        offsets = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
-        memory = self._memory(max(offsets[-1], BOUNCE_NBYTES))
-        return [(memory.slice(offset, size),) for offset, size in zip(offsets, sizes, strict=False)]
-
-    def close(self) -> None:
-        """Unregister all; threads that are stuck in the backend have left their memory to it."""
-        with self._lock:
-            registered, self._registered = self._registered, []
-        for memory in registered:
-            self._storage.unregister_buffer(memory)
-
-    def _memory(self, nbytes: int) -> Buffer:
-        mine: Buffer | None = getattr(self._mine, "memory", None)
-        if mine is None or mine.nbytes < nbytes:
-            if mine is not None:
-                self._storage.unregister_buffer(mine)
-            grown = Buffer.of(mmap.mmap(-1, nbytes))
-            self._storage.register_buffer(grown)
-            with self._lock:
-                self._registered = [b for b in self._registered if b is not mine] + [grown]
-            self._mine.memory = mine = grown
-        return mine
-
-
-def _cut(pages: Sequence[Page]) -> Iterator[slice]:
-    """Slices of the batch that fit the bounce memory."""
-    start, nbytes = 0, 0
-    for i, page in enumerate(pages):
-        size = -(-page_nbytes(page) // ALIGNMENT) * ALIGNMENT
-        if i > start and nbytes + size > BOUNCE_NBYTES:
-            yield slice(start, i)
-            start, nbytes = i, 0
-        nbytes += size
-    if start < len(pages):
-        yield slice(start, len(pages))

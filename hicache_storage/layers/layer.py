@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from hicache_storage.buffers import Buffer, Page
 from hicache_storage.storage import HiCacheStorage, ReadableBuffer, Status
+
+L = TypeVar("L", bound=HiCacheStorage)
+
+
+def find_layer(storage: HiCacheStorage, kind: type[L]) -> L | None:
+    """The layer (or backend) of this kind in a composed storage, None when it is switched off."""
+    while not isinstance(storage, kind):
+        if not isinstance(storage, Layer):
+            return None
+        storage = storage.inner
+    return storage
 
 
 class Layer(HiCacheStorage):

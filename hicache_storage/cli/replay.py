@@ -1,0 +1,302 @@
+"""``hicache-storage replay``: a request stream through the tier engine, every page of it proved."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hicache_storage.errors import SettingsError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from hicache_storage.engine import EngineStats, KVShape, TierEngine
+    from hicache_storage.replay.replay import Row, Summary
+    from hicache_storage.replay.request import Request
+    from hicache_storage.storage import HiCacheStorage
+
+_PATIENT = {"exists_seconds": 60, "get_seconds": 60, "set_seconds": 60}
+"""Deadlines unless set: a replay is about what is cached, on however busy a machine it runs."""
+
+_BACKUP_WAIT = 120.0
+
+
+def replay(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(help="Mooncake-format trace (JSON lines). Default: a generated chat workload."),
+    ] = None,
+    backend: Annotated[str, typer.Option(help="L3: an installed backend, or module:Class.")] = "file",
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting; may be repeated.")
+    ] = None,
+    config: Annotated[str | None, typer.Option(help="Settings: JSON, or @file.json|toml|yaml.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the generated workload.")] = 0,
+    kv_shape: Annotated[
+        str | None,
+        typer.Option(
+            help="mha:LAYERSxHEADSxHEAD_DIM:DTYPE or mla:LAYERSxLATENT_DIM:DTYPE. "
+            "Default: mha:2x1x4:bf16 for a trace, mha:4x2x32:bf16 for the workload."
+        ),
+    ] = None,
+    page_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a page. Default: 512 for a trace, else 64.")
+    ] = None,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Stop after so many requests.")] = None,
+    mem_layout: Annotated[
+        str, typer.Option(help="Layout of L2: layer_first, page_first or page_first_direct.")
+    ] = "page_first_direct",
+    io_backend: Annotated[str, typer.Option(help="How L1 and L2 exchange pages: direct.")] = "direct",
+    prefetch_policy: Annotated[
+        str, typer.Option(help="How long a request waits for L3: best_effort, wait_complete or timeout.")
+    ] = "wait_complete",
+    prefetch_threshold: Annotated[
+        int | None, typer.Option(min=0, help="Fewest tokens worth a prefetch. Default: one page.")
+    ] = None,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that wait, prefetching, while others run.")] = 0,
+    write_policy: Annotated[
+        str, typer.Option(help="When pages go down a tier: write_through.")
+    ] = "write_through",
+    l1_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Size of L1. Default: twice the longest request.")
+    ] = None,
+    hicache_ratio: Annotated[float, typer.Option(help="Pages of L2 for each page of L1.")] = 2.0,
+    device: Annotated[str, typer.Option(help="Where L1 is: cpu or cuda.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Keep one row a request in this Parquet file.")] = None,
+) -> None:
+    """Replay requests through L1, L2 and L3 and check every byte that comes back.
+
+    Exit status: 0, 1 when bytes were wrong, 2 for wrong options, 130 when interrupted.
+    """
+    _check_out(out)
+    with ExitStack() as stack:
+        stack.enter_context(_terminable())
+        # torch and numpy take seconds to import; --help and wrong options need not wait for them
+        import torch
+
+        from hicache_storage.engine import KVShape, TierEngine
+
+        torch.set_num_threads(1)  # copies are small, and the other cores are the storage's
+        requests = _requests(trace, seed, max_requests, page_size)
+        page_size = page_size or (512 if trace else 64)
+        shape = KVShape.parse(kv_shape or ("mha:2x1x4:bf16" if trace else "mha:4x2x32:bf16"))
+        longest = max(request.length for request in requests) // page_size * page_size
+        if l1_tokens is not None and l1_tokens < longest:
+            raise SettingsError(f"l1_tokens {l1_tokens} do not hold the longest request; it needs {longest}")
+        storage = stack.enter_context(
+            _storage(backend, config, assignments or [], shape, page_size, mem_layout)
+        )
+        engine = stack.enter_context(
+            TierEngine(
+                shape,
+                page_size,
+                l1_tokens=l1_tokens or max(2 * longest, page_size),
+                device=device,
+                hicache_ratio=hicache_ratio,
+                mem_layout=mem_layout,
+                io_backend=io_backend,
+                write_policy=write_policy,
+                prefetch_policy=prefetch_policy,
+                prefetch_threshold=page_size if prefetch_threshold is None else prefetch_threshold,
+                backup_wait=_BACKUP_WAIT,
+                storage=storage,
+            )
+        )
+        _announce(str(trace or f"generated workload, seed {seed}"), len(requests), engine, backend)
+        rows, summary, finished = _run(engine, requests, queue)
+        if finished:
+            engine.wait_for_backup(_BACKUP_WAIT)
+        stats = engine.stats
+    _conclude(rows, summary, stats, out)
+    if not finished:
+        typer.echo(f"interrupted after {summary.requests} of {len(requests)} requests", err=True)
+        raise typer.Exit(130)
+    if summary.wrong_bytes:
+        raise typer.Exit(1)
+
+
+def _requests(
+    trace: Path | None, seed: int, max_requests: int | None, page_size: int | None
+) -> Sequence[Request]:
+    from hicache_storage.replay.trace import BLOCK_TOKENS, read_trace
+    from hicache_storage.replay.workload import Workload
+
+    if trace is None:
+        workload = Workload(seed=seed)
+        return list(workload)[:max_requests]
+    if page_size is not None and BLOCK_TOKENS % page_size:
+        raise SettingsError(
+            f"page_size {page_size} does not divide the trace's blocks of {BLOCK_TOKENS} tokens"
+        )
+    return read_trace(trace, max_requests)
+
+
+@contextmanager
+def _storage(
+    backend: str,
+    config: str | None,
+    assignments: Sequence[str],
+    shape: KVShape,
+    page_size: int,
+    mem_layout: str,
+) -> Iterator[HiCacheStorage]:
+    """The backend with its layers; one that needs a ``root`` and has none gets a temporary directory."""
+    from hicache_storage import find_backend, open_storage
+    from hicache_storage.settings import parse_assignments, read_table
+
+    table: dict[str, Any] = {
+        **_PATIENT,
+        **(read_table(config) if config else {}),
+        **parse_assignments(assignments),
+    }
+    fields = getattr(find_backend(backend).Settings, "model_fields", {})
+    rootless = "root" in fields and fields["root"].is_required() and "root" not in table
+    with _temporary_directory() if rootless else nullcontext() as root:
+        if root is not None:
+            table["root"] = str(root)
+        with open_storage(backend, table, shape.namespace(page_size, mem_layout, model="replay")) as storage:
+            yield storage
+
+
+@contextmanager
+def _temporary_directory() -> Iterator[Path]:
+    root = Path(tempfile.mkdtemp(prefix="hicache-replay-"))
+    try:
+        yield root
+    finally:
+        # a second Ctrl-C must not leave half of the pages behind
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            shutil.rmtree(root, ignore_errors=True)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds as Ctrl-C does, so that nothing is left behind."""
+
+    def leave(_signal: int, _frame: object) -> None:
+        sys.exit(143)
+
+    handler = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _run(engine: TierEngine, requests: Sequence[Request], queue: int) -> tuple[list[Row], Summary, bool]:
+    """The rows, their sums, and whether all requests were done before Ctrl-C."""
+    from hicache_storage.replay.replay import Summary
+    from hicache_storage.replay.replay import replay as drive
+
+    rows: list[Row] = []
+    summary = Summary()
+    with _progress() as progress:
+        task = progress.add_task("replay", total=len(requests), hits="", wrong="")
+        try:
+            for row in drive(engine, requests, queue):
+                rows.append(row)
+                summary.add(row)
+                progress.update(
+                    task,
+                    completed=len(rows),
+                    hits=f"hit rate {summary.hit_rate:.1%}",
+                    wrong=f"wrong bytes {summary.wrong_bytes}",
+                )
+        except KeyboardInterrupt:
+            return rows, summary, False
+    return rows, summary, True
+
+
+def _progress() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[hits]}"),
+        TextColumn("{task.fields[wrong]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=Console(stderr=True),
+    )
+
+
+def _announce(source: str, count: int, engine: TierEngine, backend: str) -> None:
+    typer.echo(f"{source}: {count} requests; {engine.shape}, {engine.page_size} tokens a page")
+    l1, l2 = engine.l1_nbytes / 1e6, engine.l2_nbytes / 1e6
+    typer.echo(f"L1 {l1:.1f} MB on {engine.device}; L2 {l2:.1f} MB, {engine.memory_kind}; L3 {backend}")
+
+
+def _conclude(rows: list[Row], summary: Summary, stats: EngineStats, out: Path | None) -> None:
+    from rich.console import Console
+
+    if out is not None:
+        from hicache_storage.replay.parquet import write_rows
+
+        try:
+            write_rows(rows, out)
+        except OSError as error:
+            raise SettingsError(f"{out}: cannot be written: {error.strerror}") from error
+    Console().print(_table(summary))
+    if lost := stats.backup_failed + stats.dropped:
+        typer.echo(f"{lost} pages were not stored ({stats.storage_errors} calls of the storage failed)")
+    typer.echo(f"hit rate: {summary.hit_rate:.1%} (bound {summary.bound:.1%})")
+    typer.echo(f"wrong bytes: {summary.wrong_bytes}")
+
+
+def _table(summary: Summary) -> Table:
+    from rich.table import Table
+
+    from hicache_storage.engine import Source
+
+    table = Table("tier", title="where the tokens came from", title_justify="left")
+    for heading in ("pages", "tokens", "bytes", "GB/s", "hit rate", "bound"):
+        table.add_column(heading, justify="right")
+    for source in Source:
+        nbytes, seconds = summary.nbytes[source], summary.seconds[source]
+        is_hit = source is not Source.RECOMPUTED
+        table.add_row(
+            source.value,
+            f"{summary.pages[source]:,}",
+            f"{summary.tokens_from[source]:,}",
+            f"{nbytes:,}",
+            f"{nbytes / seconds / 1e9:.2f}" if nbytes and seconds else "-",
+            f"{summary.tokens_from[source] / summary.tokens:.1%}" if is_hit and summary.tokens else "-",
+            end_section=not is_hit,
+        )
+    table.add_row(
+        "total",
+        f"{sum(summary.pages.values()):,}",
+        f"{summary.tokens:,}",
+        f"{sum(summary.nbytes.values()):,}",
+        "",
+        f"{summary.hit_rate:.1%}",
+        f"{summary.bound:.1%}",
+    )
+    return table
+
+
+def _check_out(out: Path | None) -> None:
+    """A long run must not fail at its end for what can be known at its start."""
+    if out is None:
+        return
+    if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
+        raise SettingsError(f"--out {out}: no file can be written there")
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise SettingsError("--out needs pyarrow: pip install 'hicache-storage[engine]'") from error

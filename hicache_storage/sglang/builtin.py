@@ -1,0 +1,232 @@
+"""The reverse: SGLang's own backends under our contract, as ``sglang:<name>``.
+
+So the engine, the conformance suite and the benchmarks drive ``sglang:file`` or ``sglang:mooncake``
+exactly as they drive ours. Any name that SGLang's ``StorageBackendFactory`` knows will do; its
+settings go through as SGLang's ``extra_config``.
+
+Backends of the generic interface get tensors. Backends of the v1 interface ask a host pool where
+pages lie; a stand-in pool answers with the pages of the call in progress.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from hicache_storage.buffers import Buffer, Page, gather_into, page_nbytes, scatter
+from hicache_storage.errors import SettingsError, UnavailableError
+from hicache_storage.namespace import Namespace
+from hicache_storage.storage import Capabilities, HiCacheStorage, Status, check_batch
+
+INSTALL = {
+    "mooncake": "pip install mooncake-transfer-engine (mooncake-transfer-engine-cuda13 on CUDA 13)",
+    "nixl": "pip install nixl",
+    "hf3fs": "install the 3FS client, hf3fs_py_usrbio, from the 3FS project",
+    "aibrix": "pip install aibrix-kvcache",
+    "eic": "install the EIC client of Volcano Engine",
+    "simm": "pip install simm",
+    "seaweedfs": "pip install boto3",
+    "mori": "install mori, from the ROCm project",
+    "npu_memcache": "install memcache_hybrid, for Ascend",
+    "tensorcast": "pip install tensorcast",
+}
+
+GENERIC = ("file",)
+"""Backends that implement only the tensor interface; SGLang itself names the others in a list."""
+
+
+class BuiltinSettings(BaseModel):
+    """Whatever the backend calls its settings: SGLang checks none of them, so neither can we."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    extra_config: dict[str, Any] = {}
+
+
+class StandInPool:
+    """What a v1 backend sees of L2: pages of one index each, wherever they lie in memory.
+
+    ``get_page_buffer_meta`` is answered with the pages that the calling thread is moving.
+    """
+
+    layout = "page_first"
+    page_size = 1
+    dtype: Any
+    device = "cpu"
+    pin_memory = False
+
+    def __init__(self) -> None:
+        import torch
+
+        self.dtype = torch.uint8
+        self.kv_buffer: Any = torch.empty(0, dtype=torch.uint8)
+        self._moving = threading.local()
+
+    @contextmanager
+    def moving(self, pages: Sequence[Page]) -> Any:
+        """Index i stands for ``pages[i]`` inside, in this thread."""
+        self._moving.pages = pages
+        try:
+            yield
+        finally:
+            del self._moving.pages
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        """Addresses and sizes in bytes of the pages with these indices, one after the other."""
+        buffers = [buffer for index in indices.tolist() for buffer in self._moving.pages[index]]
+        return [buffer.address for buffer in buffers], [buffer.nbytes for buffer in buffers]
+
+
+@functools.cache
+def builtin_backend(name: str) -> type[HiCacheStorage]:
+    """A class of our contract over SGLang's backend ``name``. Raises SettingsError without sglang."""
+    try:
+        from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+    except ImportError as error:
+        raise SettingsError(f"sglang:{name} needs SGLang itself: pip install sglang ({error})") from error
+    known = sorted(StorageBackendFactory._registry)  # noqa: SLF001 (there is no public list)
+    if name not in known:
+        raise SettingsError(f"SGLang has no backend {name!r}; it has {', '.join(known)}")
+    kind = GenericBuiltin if name in GENERIC else ZeroCopyBuiltin
+    return type(f"SGLang_{name}", (kind,), {"name": name, "__doc__": f"SGLang's own backend {name!r}."})
+
+
+class Builtin(HiCacheStorage):
+    """Opens the backend through SGLang's factory, as SGLang does. Keys are flattened to one name."""
+
+    Settings = BuiltinSettings
+    capabilities = Capabilities(persistent=True, shared=True, clear=True)
+    name: ClassVar[str]
+
+    def __init__(self, settings: BuiltinSettings, namespace: Namespace) -> None:
+        super().__init__(settings, namespace)
+        from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+        self._pool = StandInPool()
+        extra = {**(settings.model_extra or {}), **settings.extra_config}
+        try:
+            self.backend = StorageBackendFactory.create_backend(
+                self.name, storage_config(namespace, extra), self._pool
+            )
+            self.backend.register_mem_pool_host(self._pool)
+        except ImportError as error:
+            hint = INSTALL.get(self.name, f"install what provides {error.name!r}")
+            raise SettingsError(f"sglang:{self.name} lacks its client library ({error}): {hint}") from error
+
+    def get(self, key: str) -> bytes | None:
+        raise UnavailableError(f"sglang:{self.name} reads {key} only into memory of a known size")
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key])[0]
+
+    def set(self, key: str, value: memoryview) -> None:
+        page = [Buffer.of(bytearray(value))]
+        if not self.batch_set_from([key], [page])[0]:
+            raise UnavailableError(f"sglang:{self.name} did not store {key}")
+
+    def batch_exists(self, keys: Sequence[str]) -> list[bool]:
+        """SGLang's backends count a leading run, so the answer for what follows a gap is asked anew."""
+        names, found = _flat(keys), []
+        while len(found) < len(names):
+            run = int(self.backend.batch_exists(names[len(found) :]) or 0)
+            found += [True] * run
+            if len(found) < len(names):
+                found.append(False)
+        return found[: len(names)]
+
+    def clear(self) -> None:
+        self.backend.clear()
+
+    def close(self) -> None:
+        close = getattr(self.backend, "close", None)  # not in SGLang's interface, yet called by it
+        if close is not None:
+            close()
+
+
+class GenericBuiltin(Builtin):
+    """Pages as flat tensors of bytes; a page in several buffers is copied once, as SGLang does."""
+
+    def batch_get_into(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
+        check_batch(keys, pages)
+        import torch
+
+        targets = [torch.empty(page_nbytes(page), dtype=torch.uint8) for page in pages]
+        got = self.backend.batch_get(_flat(keys), targets)
+        for page, target, tensor in zip(pages, targets, got, strict=True):
+            if tensor is not None:
+                scatter(memoryview(target.numpy()), page)
+        return [Status.MISSING if tensor is None else Status.OK for tensor in got]
+
+    def batch_set_from(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
+        check_batch(keys, pages)
+        import torch
+
+        tensors = [torch.empty(page_nbytes(page), dtype=torch.uint8) for page in pages]
+        for page, tensor in zip(pages, tensors, strict=True):
+            gather_into(page, memoryview(tensor.numpy()))
+        stored = [self.backend.set(k, tensor) for k, tensor in zip(_flat(keys), tensors, strict=True)]
+        return [Status.OK if done is True else Status.FAILED for done in stored]
+
+
+class ZeroCopyBuiltin(Builtin):
+    """Pages by address, through the stand-in pool."""
+
+    capabilities = Capabilities(zero_copy=True, persistent=True, shared=True, clear=True)
+
+    def register_buffer(self, buffer: Buffer) -> None:
+        register = getattr(self.backend, "register_buffer", None)
+        if register is not None:
+            import torch
+
+            register(torch.frombuffer(buffer.view, dtype=torch.uint8))
+
+    def batch_get_into(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
+        check_batch(keys, pages)
+        return self._move(self.backend.batch_get_v1, keys, pages, Status.MISSING)
+
+    def batch_set_from(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
+        check_batch(keys, pages)
+        return self._move(self.backend.batch_set_v1, keys, pages, Status.FAILED)
+
+    def _move(self, call: Any, keys: Sequence[str], pages: Sequence[Page], failed: Status) -> list[Status]:
+        import torch
+
+        with self._pool.moving(pages):
+            done = call(_flat(keys), torch.arange(len(pages)))
+        if not isinstance(done, list) or len(done) != len(keys):
+            return [Status.FAILED] * len(keys)
+        return [Status.OK if ok is True else failed for ok in done]
+
+
+def storage_config(namespace: Namespace, extra_config: dict[str, Any]) -> Any:
+    """SGLang's storage config for a single rank of this namespace, in whichever version is there."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    ranks = {axis: (rank, size) for axis, rank, size in namespace.ranks}
+    tp_rank, tp_size = ranks.get("tp", (0, 1))
+    pp_rank, pp_size = ranks.get("pp", (0, 1))
+    values = {
+        "tp_rank": tp_rank,
+        "tp_size": tp_size,
+        "pp_rank": pp_rank,
+        "pp_size": pp_size,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": namespace.attention == "mla",
+        "enable_storage_metrics": False,
+        "is_page_first_layout": True,
+        "model_name": namespace.model,
+        "extra_config": extra_config,
+    }
+    known = HiCacheStorageConfig.__dataclass_fields__
+    return HiCacheStorageConfig(**{key: value for key, value in values.items() if key in known})
+
+
+def _flat(keys: Sequence[str]) -> list[str]:
+    """Object keys without their slash: several of these backends take a key for a file name."""
+    return [key.replace("/", "-") for key in keys]

@@ -1,0 +1,88 @@
+"""The Namespace of an SGLang deployment, put together from what SGLang says and what it does not.
+
+``HiCacheStorageConfig`` names model and ranks; dtype, layout and geometry are read from the host
+pool. Fields that a version lacks (attn_cp_*, dcp_* before 0.5.11) count as absent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hicache_storage.namespace import Namespace
+
+AXES = {
+    ("mha", "layer_first"): "kv,layer,token,head,dim",
+    ("mha", "page_first_direct"): "kv,layer,token,head,dim",
+    ("mha", "page_first"): "kv,token,layer,head,dim",
+    ("mha", "page_head"): "kv,head,token,layer,dim",
+    ("mla", "layer_first"): "layer,token,dim",
+    ("mla", "page_first_direct"): "layer,token,dim",
+    ("mla", "page_first"): "token,layer,dim",
+}
+"""Order of the stored bytes by layout: ``layer_first`` and ``page_first_direct`` share pages."""
+
+
+def pool_namespace(config: Any, pool: Any, page_nbytes: int, replicated: bool) -> Namespace:
+    """Whose pages a pool's are.
+
+    ``replicated``: the bytes are the same on every TP rank, so the TP rank is no part of them.
+    """
+    attention = _attention(pool)
+    axes = AXES.get((attention, pool.layout), pool.layout)
+    layers = _layers(pool)
+    return Namespace(
+        model=config.model_name or "",
+        attention=attention,
+        dtype=_dtype(pool),
+        object_layout=f"{axes}:{page_nbytes}",
+        page_size=int(getattr(config, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1),
+        layers=layers,
+        heads=int(getattr(pool, "head_num", 0) or 0),
+        head_dim=int(getattr(pool, "head_dim", 0) or getattr(pool, "kv_cache_dim", 0) or 0),
+        v_head_dim=int(getattr(pool, "v_head_dim", 0) or 0),
+        ranks=_ranks(config, replicated),
+    )
+
+
+def is_replicated(config: Any, name: str, pool: Any) -> bool:
+    """Whether every TP rank holds the same bytes in this pool.
+
+    SGLang says it of the model (``is_mla_model``), but a recurrent state is sharded even there,
+    and so is a draft model's MHA pool: a shared key would give one rank another rank's heads.
+    """
+    return bool(config.is_mla_model) and name != "mamba" and _attention(pool) != "mha"
+
+
+def _attention(pool: Any) -> str:
+    classes = [cls.__name__ for cls in type(pool).__mro__]
+    if any(name.startswith("MHAToken") for name in classes):
+        return "mha"
+    if any(name.startswith("MLAToken") for name in classes):
+        return "mla"
+    return classes[0]
+
+
+def _dtype(pool: Any) -> str:
+    stored = str(getattr(pool, "dtype", "")).removeprefix("torch.")
+    device_pool = getattr(pool, "device_pool", None)
+    meant = str(getattr(device_pool, "dtype", stored)).removeprefix("torch.")
+    tag = getattr(pool, "storage_format_tag", None)
+    return "/".join(dict.fromkeys(part for part in (meant, stored, tag) if part))
+
+
+def _layers(pool: Any) -> tuple[int, int]:
+    first = getattr(pool, "start_layer", None)
+    if first is None:
+        first = getattr(getattr(pool, "device_pool", None), "start_layer", 0)
+    count = getattr(pool, "layer_num", None) or getattr(pool, "num_mamba_layers", 0)
+    return int(first or 0), int(first or 0) + int(count or 0)
+
+
+def _ranks(config: Any, replicated: bool) -> tuple[tuple[str, int, int], ...]:
+    axes = [
+        ("tp", config.tp_rank, config.tp_size),
+        ("pp", config.pp_rank, config.pp_size),
+        ("cp", getattr(config, "attn_cp_rank", 0), getattr(config, "attn_cp_size", 1)),
+        ("dcp", getattr(config, "dcp_rank", 0), getattr(config, "dcp_size", 1)),
+    ]
+    return tuple(axis for axis in axes if axis[2] > 1 and not (replicated and axis[0] == "tp"))
