@@ -26,7 +26,7 @@ from typing import Any, TypeVar, cast
 import torch
 from sglang.srt.mem_cache import hicache_storage as sgl
 
-from hicache_storage.errors import StorageError, UnsupportedError
+from hicache_storage.errors import SettingsError, StorageError, UnsupportedError
 from hicache_storage.hybrid import HitPolicy, PoolPresence, leading_run, restorable_prefixes
 from hicache_storage.layers.layer import find_layer
 from hicache_storage.layers.metrics import MetricsLayer
@@ -97,6 +97,8 @@ class HiCacheBackend(sgl.HiCacheStorage):  # type: ignore[misc]
         del kwargs  # the factory passes what it did not use
         extra = dict(storage_config.extra_config or {})
         self._config = storage_config
+        if "backend_name" not in extra:
+            raise SettingsError("extra_config lacks backend_name: an installed backend, or module:Class")
         self._backend = str(extra["backend_name"])
         self._interface_v1 = bool(extra.get("interface_v1", 0))
         self._settings = {k: v for k, v in extra.items() if k not in OURS + SGLANGS}
