@@ -1,5 +1,6 @@
 # make demo   replay a request trace through all tiers       (TRACE=path.jsonl, ARGS="--seed 7")
 # make test   run all tests
+# make test-sglang   the adapter on SGLang's own controllers (SGLANG="0.5.10.post1 0.5.14 0.5.23")
 # make lint   ruff and mypy
 # make bench  the benchmarks behind docs/benchmarks.md
 # The first run sets everything up in .venv: Python >= 3.10 and a package index are all it needs.
@@ -10,7 +11,9 @@ BIN := $(VENV)/bin
 DISTRIBUTIONS := . plugins/file conformance
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml) conformance/pyproject.toml
 
-.PHONY: demo test lint bench clean
+SGLANG ?= 0.5.10.post1 0.5.14 0.5.23
+
+.PHONY: demo test test-sglang lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -19,6 +22,13 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	@$(BIN)/pytest -q $(ARGS)
 
+test-sglang:
+	@for version in $(SGLANG); do \
+		echo "sglang $$version" && PYTHON=$(PYTHON) sh tests_sglang/setup_env.sh $$version && \
+		.venv-sglang-$$version/bin/python -m pytest -q -c tests_sglang/pytest.ini --rootdir tests_sglang \
+			$(ARGS) tests_sglang || exit 1; \
+	done
+
 lint: $(VENV)/.ready
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
@@ -26,7 +36,7 @@ bench: $(VENV)/.ready
 	@$(BIN)/python benchmarks/file_backend.py $(ARGS)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-sglang-*
 
 # torch: what the interpreter already has is accepted, through the venv's system site packages.
 $(VENV)/.ready: requirements.txt $(PROJECTS)

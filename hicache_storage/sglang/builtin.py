@@ -131,7 +131,8 @@ class Builtin(HiCacheStorage):
 
     def batch_exists(self, keys: Sequence[str]) -> list[bool]:
         """SGLang's backends count a leading run, so the answer for what follows a gap is asked anew."""
-        names, found = _flat(keys), []
+        names = _flat(keys)
+        found: list[bool] = []
         while len(found) < len(names):
             run = int(self.backend.batch_exists(names[len(found) :]) or 0)
             found += [True] * run
@@ -155,20 +156,24 @@ class GenericBuiltin(Builtin):
         check_batch(keys, pages)
         import torch
 
+        from hicache_storage.sglang.pool_pages import flat_bytes
+
         targets = [torch.empty(page_nbytes(page), dtype=torch.uint8) for page in pages]
         got = self.backend.batch_get(_flat(keys), targets)
         for page, target, tensor in zip(pages, targets, got, strict=True):
             if tensor is not None:
-                scatter(memoryview(target.numpy()), page)
+                scatter(flat_bytes(target).view, page)
         return [Status.MISSING if tensor is None else Status.OK for tensor in got]
 
     def batch_set_from(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
         check_batch(keys, pages)
         import torch
 
+        from hicache_storage.sglang.pool_pages import flat_bytes
+
         tensors = [torch.empty(page_nbytes(page), dtype=torch.uint8) for page in pages]
         for page, tensor in zip(pages, tensors, strict=True):
-            gather_into(page, memoryview(tensor.numpy()))
+            gather_into(page, flat_bytes(tensor).view)
         stored = [self.backend.set(k, tensor) for k, tensor in zip(_flat(keys), tensors, strict=True)]
         return [Status.OK if done is True else Status.FAILED for done in stored]
 

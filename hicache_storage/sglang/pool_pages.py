@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hicache_storage.bounce import BounceMemory, cut
+from hicache_storage.buffers import Buffer
 from hicache_storage.errors import BufferMismatchError, SettingsError
 from hicache_storage.sglang.host_pools import map_pages, pool_memory
 from hicache_storage.storage import HiCacheStorage, Status
@@ -108,12 +109,13 @@ class PoolPages:
         return bounced(self.storage, self.bounce, names, [self.nbytes] * len(names), copy, write=write)
 
     def _take_page(self, index: int, target: memoryview) -> None:
-        target[:] = _bytes_of(self._pool.get_data_page(index, flat=True))
+        page = flat_bytes(self._pool.get_data_page(index, flat=True))
+        target[:] = page.view
 
     def _put_page(self, index: int, source: memoryview) -> None:
-        like = self._pool.get_dummy_flat_data_page()
-        _bytes_of(like)[:] = source
-        self._pool.set_from_flat_data_page(index, like)
+        page = self._pool.get_dummy_flat_data_page()
+        flat_bytes(page).view[:] = source
+        self._pool.set_from_flat_data_page(index, page)
 
 
 def tensor_pages(
@@ -122,10 +124,13 @@ def tensor_pages(
     """Store the tensors, or read into them, each one the flat page of its hash."""
 
     def copy(number: int, data: memoryview) -> None:
+        if not write and not tensors[number].is_contiguous():
+            raise BufferMismatchError("a tensor to read into must be contiguous")
+        page = flat_bytes(tensors[number])
         if write:
-            data[:] = _bytes_of(tensors[number])
+            data[:] = page.view
         else:
-            _bytes_of(tensors[number], in_place=True)[:] = data
+            page.view[:] = data
 
     sizes = [tensor.nbytes for tensor in tensors]
     return bounced(pages.storage, pages.bounce, pages.names(hashes), sizes, copy, write=write)
@@ -158,8 +163,7 @@ def bounced(
     return statuses
 
 
-def _bytes_of(tensor: torch.Tensor, *, in_place: bool = False) -> memoryview:
-    """The tensor's bytes, whatever its dtype (numpy knows neither bfloat16 nor fp8)."""
-    if in_place and not tensor.is_contiguous():
-        raise BufferMismatchError("a tensor to read into must be contiguous")
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()).cast("B")
+def flat_bytes(tensor: torch.Tensor) -> Buffer:
+    """The tensor's bytes, whatever its dtype; a copy where it is not contiguous. It owns them."""
+    flat = tensor.contiguous()
+    return Buffer(flat.data_ptr(), flat.nbytes, flat)

@@ -1,0 +1,115 @@
+"""Pools and layouts: where the bytes of a page are."""
+
+import mmap
+
+import pytest
+import torch
+
+from hicache_storage import SettingsError
+from hicache_storage.buffers import gather
+from hicache_storage.engine import LAYOUTS, KVShape
+from hicache_storage.engine.layouts import LAYER_FIRST, PAGE_FIRST, PAGE_FIRST_DIRECT, find_layout
+from hicache_storage.engine.pools import DevicePool, HostPool, pool_slots
+from hicache_storage.engine.transfer import open_transfer
+
+CPU = torch.device("cpu")
+SHAPES = ["mha:3x2x8:bf16", "mla:3x64:bf16", "mha:2x3x3:fp8_e4m3", "mla:2x9:fp16"]
+
+
+def numbered(pool):
+    """The pool's pages, every byte of which says something about its place."""
+    pages = pool.pages
+    pages.copy_(torch.arange(pages.numel()).view(pages.shape))
+    return pages
+
+
+def stored(pool, slot):
+    return bytes(gather(pool.page(slot)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [
+        (LAYER_FIRST, "kv layer token head dim"),
+        (PAGE_FIRST_DIRECT, "kv layer token head dim"),
+        (PAGE_FIRST, "kv token layer head dim"),
+    ],
+)
+def test_the_stored_bytes_of_a_page_are_its_axes_in_the_order_of_the_layout(shape, layout, axes):
+    pool = HostPool(KVShape.parse(shape), 4, 5, layout, CPU)
+    pages = numbered(pool)
+    names = "kv layer token head dim".split()
+    order = [names.index(axis) for axis in axes.split()]
+    for slot in range(5):
+        expected = pages[slot].permute(order).contiguous().view(torch.uint8)
+        assert stored(pool, slot) == bytes(expected.flatten().tolist())
+
+
+@pytest.mark.parametrize(("shape", "kv"), [("mha:3x2x8:bf16", 2), ("mla:3x64:bf16", 1)])
+def test_a_page_has_as_many_pieces_as_sglang_gives_it(shape, kv):
+    shape = KVShape.parse(shape)
+    pieces = {name: len(HostPool(shape, 4, 5, layout, CPU).page(0)) for name, layout in LAYOUTS.items()}
+    assert pieces == {"layer_first": kv * 3, "page_first": kv, "page_first_direct": kv}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+def test_the_pages_of_a_pool_are_its_allocation_once_over(shape, layout):
+    pool = HostPool(KVShape.parse(shape), 4, 5, layout, CPU)
+    pieces = sorted((b.address, b.end) for slot in range(5) for b in pool.page(slot))
+    assert pieces[0][0] == pool.buffer.address
+    assert pieces[-1][1] == pool.buffer.end
+    assert all(one[1] == next_one[0] for one, next_one in zip(pieces, pieces[1:]))
+    assert pool.buffer.address % mmap.PAGESIZE == 0
+    assert "pageable" in pool.memory_kind
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+def test_copies_move_the_pages_they_name_and_no_others(shape, layout):
+    shape = KVShape.parse(shape)
+    l1, l2 = DevicePool(shape, 4, 6, CPU), HostPool(shape, 4, 9, layout, CPU)
+    transfer = open_transfer("direct", l1, l2)
+    before = numbered(l1).clone()
+    l2.pages.zero_()
+    transfer.store([0, 1, 2, 5, 4], [7, 8, 0, 1, 2])
+    assert torch.equal(l2.pages[[7, 8, 0, 1, 2]], before[[0, 1, 2, 5, 4]])
+    assert not l2.pages[3:7].any()
+    l1.pages.zero_()
+    transfer.load([7, 0, 1], [3, 4, 5])
+    assert torch.equal(l1.pages[3:], before[[0, 2, 5]])
+    assert not l1.pages[:3].any()
+
+
+def test_slots_run_out_and_come_back():
+    pool = DevicePool(KVShape.parse("mla:1x8:bf16"), 4, 3, CPU)
+    slots = {pool.alloc() for _ in range(3)}
+    assert slots == {0, 1, 2}
+    assert pool.alloc() is None
+    pool.free([1])
+    assert pool.free_slots == 1
+    assert pool.alloc() == 1
+
+
+def test_memory_that_is_not_there_is_a_clear_error():
+    with pytest.raises(MemoryError, match="L2 of .* does not fit: .* available; lower hicache_size"):
+        HostPool(KVShape.parse("mla:64x4096:fp32"), 4096, 1 << 16, LAYER_FIRST, CPU)
+
+
+def test_the_size_of_l2_is_a_ratio_or_gigabytes():
+    assert pool_slots(64, 1 << 20, 64 * 10 + 63, 2.5, None) == (10, 25)
+    assert pool_slots(64, 1_000_000, 640, 2.0, 0.05) == (10, 50)
+
+
+@pytest.mark.parametrize(
+    ("l1_tokens", "ratio", "size"), [(63, 2, None), (640, 1, None), (640, float("nan"), None), (640, 2, 0.001)]
+)
+def test_pools_of_impossible_sizes_are_refused(l1_tokens, ratio, size):
+    with pytest.raises(SettingsError):
+        pool_slots(64, 1_000_000, l1_tokens, ratio, size)
+
+
+def test_an_unknown_layout_names_the_choices():
+    with pytest.raises(SettingsError, match="none of: layer_first, page_first, page_first_direct"):
+        find_layout("page_last")

@@ -1,0 +1,64 @@
+"""What the documents show is what there is: code is quoted in full, commands run, tables are current."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hicache_storage.settings import SdkSettings
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*/*/README.md"))]
+SEEN_ELSEWHERE = ("make ", "pip ", "python -m sglang")
+"""Set-up is what CI does first, and servers need a GPU."""
+
+
+def commands():
+    for document in DOCUMENTS:
+        for block in re.findall(r"```console\n(.*?)```", document.read_text(), re.DOTALL):
+            for line in re.findall(r"^\$ (.*(?:\\\n.*)*)", block, re.MULTILINE):
+                if not line.startswith(SEEN_ELSEWHERE):
+                    yield pytest.param(line, id=f"{document.name}: {line[:60]}")
+
+
+@pytest.mark.parametrize("line", list(commands()))
+def test_a_command_in_the_documents_runs_as_printed(line, tmp_path):
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    line = line.replace("/nvme/kv", str(tmp_path / "kv"))
+    done = subprocess.run(
+        ["bash", "-c", line],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT / "examples",
+        env={**os.environ, "PATH": path, "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, f"{shlex.quote(line)}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_readme_shows_the_example_backend_in_full():
+    source = (ROOT / "examples" / "dict_backend.py").read_text()
+    assert f"```python\n{source}```" in (ROOT / "README.md").read_text()
+    assert len(source.splitlines()) <= 25
+
+
+def settings_table():
+    rows = ["| setting | default | meaning |", "|---|---|---|"]
+    for name, field in SdkSettings.model_fields.items():
+        default = "none" if field.default is None else repr(field.default).lower().replace("'", '"')
+        rows.append(f"| `{name}` | `{default}` | {field.description} |")
+    return "\n".join(rows)
+
+
+def test_the_operators_settings_table_is_the_settings():
+    assert settings_table() in (ROOT / "docs" / "operate.md").read_text()
+
+
+def test_links_between_documents_lead_somewhere():
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
