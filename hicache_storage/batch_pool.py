@@ -144,3 +144,4 @@ class BatchPool:
     def _serve(self) -> None:
         while (batch := self._queue.get()) is not None:
             batch.drain()
+            del batch  # an idle thread must not keep the caller's memory alive

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,6 @@ from hicache_storage.errors import SettingsError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-    from rich.table import Table
 
     from hicache_storage.engine import EngineStats, KVShape, TierEngine
     from hicache_storage.replay.replay import Row, Summary
@@ -71,6 +71,7 @@ def replay(
         int | None, typer.Option(min=1, help="Size of L1. Default: twice the longest request.")
     ] = None,
     hicache_ratio: Annotated[float, typer.Option(help="Pages of L2 for each page of L1.")] = 2.0,
+    hicache_size: Annotated[float | None, typer.Option(help="Size of L2 in GB; overrides the ratio.")] = None,
     device: Annotated[str, typer.Option(help="Where L1 is: cpu or cuda.")] = "cpu",
     out: Annotated[Path | None, typer.Option(help="Keep one row a request in this Parquet file.")] = None,
 ) -> None:
@@ -81,7 +82,10 @@ def replay(
     _check_out(out)
     with ExitStack() as stack:
         stack.enter_context(_terminable())
+        stack.enter_context(_memory_errors())
         # torch and numpy take seconds to import; --help and wrong options need not wait for them
+        if find_spec("torch") is None:
+            raise SettingsError("the engine needs torch: pip install 'hicache-storage[engine]'")
         import torch
 
         from hicache_storage.engine import KVShape, TierEngine
@@ -103,6 +107,7 @@ def replay(
                 l1_tokens=l1_tokens or max(2 * longest, page_size),
                 device=device,
                 hicache_ratio=hicache_ratio,
+                hicache_size=hicache_size,
                 mem_layout=mem_layout,
                 io_backend=io_backend,
                 write_policy=write_policy,
@@ -114,10 +119,7 @@ def replay(
         )
         _announce(str(trace or f"generated workload, seed {seed}"), len(requests), engine, backend)
         rows, summary, finished = _run(engine, requests, queue)
-        if finished:
-            engine.wait_for_backup(_BACKUP_WAIT)
-        stats = engine.stats
-    _conclude(rows, summary, stats, out)
+        _conclude(rows, summary, engine.stats, out)
     if not finished:
         typer.echo(f"interrupted after {summary.requests} of {len(requests)} requests", err=True)
         raise typer.Exit(130)
@@ -160,7 +162,8 @@ def _storage(
         **parse_assignments(assignments),
     }
     fields = getattr(find_backend(backend).Settings, "model_fields", {})
-    rootless = "root" in fields and fields["root"].is_required() and "root" not in table
+    is_given = "root" in table or f"HICACHE_{backend.upper()}_ROOT" in os.environ
+    rootless = "root" in fields and fields["root"].is_required() and not is_given
     with _temporary_directory() if rootless else nullcontext() as root:
         if root is not None:
             table["root"] = str(root)
@@ -171,11 +174,15 @@ def _storage(
 @contextmanager
 def _temporary_directory() -> Iterator[Path]:
     root = Path(tempfile.mkdtemp(prefix="hicache-replay-"))
+    has_run = False
     try:
         yield root
+        has_run = True
     finally:
         # a second Ctrl-C must not leave half of the pages behind
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if has_run:  # many small files take a while
+            typer.echo(f"removing {root}", err=True)
         try:
             shutil.rmtree(root, ignore_errors=True)
         finally:
@@ -194,6 +201,15 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Pools that do not fit are wrong options."""
+    try:
+        yield
+    except MemoryError as error:
+        raise SettingsError(str(error) or "out of memory") from error
 
 
 def _run(engine: TierEngine, requests: Sequence[Request], queue: int) -> tuple[list[Row], Summary, bool]:
@@ -215,6 +231,7 @@ def _run(engine: TierEngine, requests: Sequence[Request], queue: int) -> tuple[l
                     hits=f"hit rate {summary.hit_rate:.1%}",
                     wrong=f"wrong bytes {summary.wrong_bytes}",
                 )
+            engine.wait_for_backup(_BACKUP_WAIT)
         except KeyboardInterrupt:
             return rows, summary, False
     return rows, summary, True
@@ -244,50 +261,20 @@ def _announce(source: str, count: int, engine: TierEngine, backend: str) -> None
 def _conclude(rows: list[Row], summary: Summary, stats: EngineStats, out: Path | None) -> None:
     from rich.console import Console
 
+    from hicache_storage.replay.table import summary_table
+
+    Console().print(summary_table(summary))
+    if lost := stats.backup_failed + stats.dropped:
+        typer.echo(f"{lost} pages were not stored ({stats.storage_errors} calls of the storage failed)")
+    typer.echo(f"hit rate: {summary.hit_rate:.1%} (bound {summary.bound:.1%})")
+    typer.echo(f"wrong bytes: {summary.wrong_bytes}")
     if out is not None:
         from hicache_storage.replay.parquet import write_rows
 
         try:
             write_rows(rows, out)
         except OSError as error:
-            raise SettingsError(f"{out}: cannot be written: {error.strerror}") from error
-    Console().print(_table(summary))
-    if lost := stats.backup_failed + stats.dropped:
-        typer.echo(f"{lost} pages were not stored ({stats.storage_errors} calls of the storage failed)")
-    typer.echo(f"hit rate: {summary.hit_rate:.1%} (bound {summary.bound:.1%})")
-    typer.echo(f"wrong bytes: {summary.wrong_bytes}")
-
-
-def _table(summary: Summary) -> Table:
-    from rich.table import Table
-
-    from hicache_storage.engine import Source
-
-    table = Table("tier", title="where the tokens came from", title_justify="left")
-    for heading in ("pages", "tokens", "bytes", "GB/s", "hit rate", "bound"):
-        table.add_column(heading, justify="right")
-    for source in Source:
-        nbytes, seconds = summary.nbytes[source], summary.seconds[source]
-        is_hit = source is not Source.RECOMPUTED
-        table.add_row(
-            source.value,
-            f"{summary.pages[source]:,}",
-            f"{summary.tokens_from[source]:,}",
-            f"{nbytes:,}",
-            f"{nbytes / seconds / 1e9:.2f}" if nbytes and seconds else "-",
-            f"{summary.tokens_from[source] / summary.tokens:.1%}" if is_hit and summary.tokens else "-",
-            end_section=not is_hit,
-        )
-    table.add_row(
-        "total",
-        f"{sum(summary.pages.values()):,}",
-        f"{summary.tokens:,}",
-        f"{sum(summary.nbytes.values()):,}",
-        "",
-        f"{summary.hit_rate:.1%}",
-        f"{summary.bound:.1%}",
-    )
-    return table
+            raise SettingsError(f"--out {out}: cannot be written: {error.strerror}") from error
 
 
 def _check_out(out: Path | None) -> None:
@@ -296,7 +283,5 @@ def _check_out(out: Path | None) -> None:
         return
     if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
         raise SettingsError(f"--out {out}: no file can be written there")
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise SettingsError("--out needs pyarrow: pip install 'hicache-storage[engine]'") from error
+    if find_spec("pyarrow") is None:
+        raise SettingsError("--out needs pyarrow: pip install 'hicache-storage[engine]'")

@@ -143,7 +143,7 @@ class BreakerLayer(Layer):
 
     def batch_exists(self, keys: Sequence[str]) -> list[bool]:
         found = self._guarded(self._reads, lambda: self.inner.batch_exists(keys), None)
-        if found is None or len(found) != len(keys):
+        if not isinstance(found, list) or len(found) != len(keys):
             return [False] * len(keys)
         present = [there is True for there in found]  # a negative errno is truthy, and no page
         if len(self._absent):
@@ -178,8 +178,9 @@ class BreakerLayer(Layer):
         statuses = self._guarded(circuit, call, None)
         if statuses is None:
             return [Status.FAILED] * count
-        if len(statuses) != count or not all(isinstance(status, Status) for status in statuses):
-            logger.error("the backend answered %d pages with %r; all count as failed", count, statuses[:3])
+        answered = isinstance(statuses, list) and len(statuses) == count
+        if not answered or not all(isinstance(status, Status) for status in statuses):
+            logger.error("the backend answered %d pages with %.80r; all count as failed", count, statuses)
             return [Status.FAILED] * count
         return statuses
 

@@ -50,6 +50,7 @@ class DeadlineLayer(Layer):
         self._deadlines = deadlines
         self._bounces = BounceMemory(inner)
         self._pool = None if inner.capabilities.bounded else BatchPool(threads, "hicache-deadline")
+        self._closed = False
 
     def get(self, key: str) -> ReadableBuffer | None:
         with deadline(self._deadlines.get):
@@ -96,6 +97,9 @@ class DeadlineLayer(Layer):
         if self._pool is None:
             self.inner.close()
             return
+        if self._closed:
+            return
+        self._closed = True
         try:
             with deadline(self.CLOSE_SECONDS):
                 self._bounded(lambda _: self._bounces.close())

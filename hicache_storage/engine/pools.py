@@ -1,0 +1,177 @@
+"""L1 and L2: two pools of page slots, each one allocation.
+
+A pool is seen as ``pages``, a strided view with the axes (page, kv, layer, token, head, word)
+whatever its layout, so that copies and checks are one expression for all layouts. KV is moved and
+compared, never computed with, so elements are raw words: int64 where a head's bytes are a
+multiple of 8, bytes otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from hicache_storage.buffers import Buffer
+from hicache_storage.engine.layouts import LAYER_FIRST, Layout
+from hicache_storage.engine.shape import KVShape
+from hicache_storage.errors import SettingsError
+
+DEVICES = ("cpu", "cuda")
+
+
+class PagePool:
+    """Slots for ``slots`` pages in ``memory``, a flat byte tensor. One thread at a time."""
+
+    def __init__(
+        self, memory: torch.Tensor, shape: KVShape, page_size: int, slots: int, layout: Layout
+    ) -> None:
+        whole_words = shape.head_nbytes % 8 == 0
+        self.layout = layout
+        self.slots = slots
+        self.nbytes = memory.nbytes
+        self.sizes = {
+            "page": slots,
+            "kv": shape.kv,
+            "layer": shape.layers,
+            "token": page_size,
+            "head": shape.heads,
+            "dim": shape.head_nbytes // 8 if whole_words else shape.head_nbytes,
+        }
+        self.pages = layout.canonical(memory.view(torch.int64) if whole_words else memory, self.sizes)
+        self._free = list(range(slots))
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that hold no page."""
+        return len(self._free)
+
+    def alloc(self) -> int | None:
+        """A free slot, or None when there is none; its bytes are whatever was there before."""
+        return self._free.pop() if self._free else None
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Give slots back; nothing may touch their memory any more."""
+        self._free.extend(slots)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.pages = self.pages.new_empty(0)
+
+
+class DevicePool(PagePool):
+    """L1: pages on the device, layer by layer as the attention kernels read them."""
+
+    def __init__(self, shape: KVShape, page_size: int, slots: int, device: torch.device) -> None:
+        nbytes = slots * shape.page_nbytes(page_size)
+        try:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise MemoryError(f"L1 of {_human(nbytes)} does not fit on {device}: {error}") from error
+        super().__init__(memory, shape, page_size, slots, LAYER_FIRST)
+
+
+class HostPool(PagePool):
+    """L2: pages in host memory, one page-aligned allocation that copies and backends address.
+
+    For a CUDA device it is pinned (``cudaHostRegister``, as SGLang does it), so that
+    cudaMemcpyAsync runs beside the kernels. ``memory_kind`` says which memory it is.
+    """
+
+    def __init__(
+        self, shape: KVShape, page_size: int, slots: int, layout: Layout, device: torch.device
+    ) -> None:
+        nbytes = slots * shape.page_nbytes(page_size)
+        available = available_memory()
+        if available is not None and nbytes > available:
+            raise MemoryError(
+                f"L2 of {_human(nbytes)} does not fit: {_human(available)} of host memory are available; "
+                "lower hicache_size or hicache_ratio"
+            )
+        try:
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"L2 of {_human(nbytes)} cannot be allocated: {error}") from error
+        self.buffer = Buffer.of(memory)
+        self._pinned = device.type == "cuda"
+        if self._pinned:
+            _cuda_register(self.buffer)
+        super().__init__(torch.frombuffer(memory, dtype=torch.uint8), shape, page_size, slots, layout)
+        self.memory_kind = "pinned (cudaHostRegister)" if self._pinned else "pageable (page-aligned mmap)"
+        self._pieces = layout.pieces(self.sizes)
+        self._piece_nbytes = nbytes // slots // self._pieces
+
+    def page(self, slot: int) -> list[Buffer]:
+        """The pieces of the page in ``slot``, in the order of their bytes in the stored object."""
+        size, pool, owner = self._piece_nbytes, self.slots, self.buffer.owner
+        start = self.buffer.address + slot * size
+        return [Buffer(start + piece * pool * size, size, owner) for piece in range(self._pieces)]
+
+    def close(self) -> None:
+        """Unpin the memory; it is unmapped when the last buffer that points into it is gone."""
+        super().close()
+        if self._pinned:
+            self._pinned = False
+            _cuda_unregister(self.buffer)
+        self.buffer = Buffer(0, 0)
+
+
+def pool_slots(
+    page_size: int, page_nbytes: int, l1_tokens: int, hicache_ratio: float, hicache_size: float | None
+) -> tuple[int, int]:
+    """Pages of L1 and of L2, by SGLang's options; see TierEngine.
+
+    Raises SettingsError when L1 holds no page, or L2 is not larger than L1 (SGLang's rule: all of
+    L1 has its copy in L2, and prefetches need the rest).
+    """
+    l1_slots = l1_tokens // page_size
+    if l1_slots < 1:
+        raise SettingsError(f"l1_tokens {l1_tokens} hold no page of {page_size} tokens")
+    wanted = l1_slots * hicache_ratio if hicache_size is None else hicache_size * 1e9 / page_nbytes
+    if not (math.isfinite(wanted) and int(wanted) > l1_slots):
+        given = (
+            f"hicache_ratio {hicache_ratio}" if hicache_size is None else f"hicache_size {hicache_size} (GB)"
+        )
+        raise SettingsError(
+            f"L2 must be larger than L1, which has {l1_slots} pages; by {given} it has {wanted:g}"
+        )
+    return l1_slots, int(wanted)
+
+
+def find_device(name: str) -> torch.device:
+    """The device called ``name``. Raises SettingsError when it is unknown or not there."""
+    if name not in DEVICES:
+        raise SettingsError(f"device {name!r} is none of: {', '.join(DEVICES)}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("device 'cuda': torch sees no CUDA device here")
+    return torch.device(name)
+
+
+def available_memory() -> int | None:
+    """Bytes of host memory that can be had without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def _cuda_register(buffer: Buffer) -> None:
+    status = torch.cuda.cudart().cudaHostRegister(buffer.address, buffer.nbytes, 0)  # type: ignore[no-untyped-call]
+    if int(status) != 0:
+        raise MemoryError(
+            f"L2 of {_human(buffer.nbytes)} cannot be pinned (cudaHostRegister: error {int(status)}); "
+            "raise the memlock limit (ulimit -l) or lower hicache_size"
+        )
+
+
+def _cuda_unregister(buffer: Buffer) -> None:
+    torch.cuda.cudart().cudaHostUnregister(buffer.address)  # type: ignore[no-untyped-call]
+
+
+def _human(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB"

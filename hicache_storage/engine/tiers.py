@@ -1,0 +1,176 @@
+"""The slots of L1 and L2: who has them, who must leave, and what is on its way between L2 and L3.
+
+The tree says which pages are where, the pools which slots are free, the controller what the storage
+has finished. This module keeps the three in step. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from queue import Empty
+
+from hicache_storage.engine.controller import BackupOperation, CacheController, Event, Released
+from hicache_storage.engine.pools import DevicePool, HostPool
+from hicache_storage.engine.prefetch import PrefetchOperation
+from hicache_storage.engine.radix import HiRadixTree, Node, Tier
+from hicache_storage.storage import batches
+
+
+@dataclass(slots=True)
+class Counts:
+    """Pages, since the engine was opened; see EngineStats."""
+
+    l1_evicted: int = 0
+    l2_evicted: int = 0
+    prefetched: int = 0
+    backed_up: int = 0
+    backup_failed: int = 0
+    dropped: int = 0
+
+
+class Tiers:
+    """Pages in ``l1`` and ``l2``, under ``tree``, with ``controller`` behind L2 (None: no L3).
+
+    ``backup_wait``: seconds that a request may wait for room in L2 before backups are dropped.
+    """
+
+    def __init__(
+        self, l1: DevicePool, l2: HostPool, controller: CacheController | None, backup_wait: float
+    ) -> None:
+        self.l1 = l1
+        self.l2 = l2
+        self.tree = HiRadixTree()
+        self.controller = controller
+        self.counts = Counts()
+        self._backup_wait = backup_wait
+        self._expected_events = 0
+
+    def l1_slots(self, count: int) -> list[int]:
+        """Slots of L1, taken from other requests' pages if need be."""
+        slots: list[int] = []
+        while len(slots) < count:
+            slot = self.l1.alloc()
+            if slot is None:
+                slot = self._evict(Tier.L1)
+                assert slot is not None  # only the request that runs pins L1, and it fits
+            slots.append(slot)
+        return sorted(slots)  # neighbours are copied as one
+
+    def l2_slots(self, count: int) -> list[int]:
+        """Slots of L2, fewer than ``count`` when all the others stay in use."""
+        self._handle_events()
+        ends_at = time.monotonic() + self._backup_wait
+        slots: list[int] = []
+        while len(slots) < count:
+            slot = self.l2.alloc()
+            if slot is None:
+                slot = self._evict(Tier.L2)
+            if slot is not None:
+                slots.append(slot)
+            elif not self._relieve_l2(ends_at):
+                break
+        return sorted(slots)
+
+    def flush(self, tier: Tier) -> int:
+        """Evict everything that is not in use; how many pages left."""
+        self._handle_events()
+        slots = list(iter(lambda: self._evict(tier), None))
+        (self.l1 if tier is Tier.L1 else self.l2).free(slots)
+        return len(slots)
+
+    def fetch(self, hashes: list[str]) -> PrefetchOperation | None:
+        """Begin to read pages into L2, as many as there is room for; None without L3."""
+        if self.controller is None:
+            return None
+        slots = self.l2_slots(len(hashes))
+        pages = [self.l2.page(slot) for slot in slots]
+        operation = PrefetchOperation(hashes[: len(slots)], slots, pages)
+        self.controller.prefetch(operation)
+        return operation
+
+    def collect(self, operation: PrefetchOperation) -> list[int]:
+        """Stop the prefetch; the L2 slots of its complete pages, which the caller has to place or free."""
+        completed, free, in_flight = operation.stop()
+        self.l2.free(free)
+        self._expected_events += in_flight
+        return operation.slots[:completed]
+
+    def back_up(self, path: list[Node]) -> None:
+        """Queue for L3 what L2 has of a path and L3 has not."""
+        if self.controller is None:
+            return
+        wanted = [
+            index
+            for index, node in enumerate(path)
+            if node.slots[Tier.L2] is not None and not node.in_l3 and not node.backing_up
+        ]
+        for batch in batches(len(wanted)):
+            indices = wanted[batch]
+            nodes = [path[index] for index in indices]
+            pinned = path[: indices[-1] + 1]
+            for node in nodes:
+                node.backing_up = True
+            self.tree.pin(pinned, Tier.L2)
+            self._expected_events += 1
+            pages = [self.l2.page(node.slot(Tier.L2)) for node in nodes]
+            self.controller.backup(BackupOperation(nodes, pinned, pages))
+
+    def settle(self, timeout: float | None) -> bool:
+        """Wait until nothing is on its way to or from L3; False when ``timeout`` seconds passed."""
+        ends_at = None if timeout is None else time.monotonic() + timeout
+        while self._expected_events:
+            if not self._handle_event(ends_at):
+                return False
+        return True
+
+    def _evict(self, tier: Tier) -> int | None:
+        """The slot that the least recently used page leaves; None when all are in use."""
+        evicted = self.tree.evict(tier)
+        if evicted is None:
+            return None
+        node, slot = evicted
+        if tier is Tier.L1:
+            self.counts.l1_evicted += 1
+        else:
+            self.counts.l2_evicted += 1
+            self.counts.dropped += self.controller is not None and not node.in_l3
+        return slot
+
+    def _relieve_l2(self, ends_at: float) -> bool:
+        """Wait for a backup, or after ``ends_at`` drop one; False when there is none to drop."""
+        if self._expected_events and self._handle_event(ends_at):
+            return True
+        dropped = self.controller.cancel_backup() if self.controller else None
+        if dropped is None:
+            return False
+        self._backup_ended(dropped, [False] * len(dropped.nodes))
+        return True
+
+    def _handle_events(self) -> None:
+        while self._expected_events and self._handle_event(time.monotonic()):
+            pass
+
+    def _handle_event(self, ends_at: float | None) -> bool:
+        """Act on the next event of the controller; False when there is none by ``ends_at``."""
+        assert self.controller is not None
+        timeout = None if ends_at is None else max(0.0, ends_at - time.monotonic())
+        try:
+            event: Event = self.controller.events.get(timeout=timeout)
+        except Empty:
+            return False
+        if isinstance(event, Released):
+            self.l2.free(event.slots)
+            self._expected_events -= 1
+        else:
+            self._backup_ended(event.operation, event.stored)
+        return True
+
+    def _backup_ended(self, operation: BackupOperation, stored: list[bool]) -> None:
+        for node, ok in zip(operation.nodes, stored, strict=True):
+            node.backing_up = False
+            node.in_l3 = ok
+        self.counts.backed_up += sum(stored)
+        self.counts.backup_failed += len(stored) - sum(stored)
+        self.tree.unpin(operation.path, Tier.L2)
+        self._expected_events -= 1
