@@ -112,6 +112,11 @@ class HiCacheBackend(sgl.HiCacheStorage):  # type: ignore[misc]
         anchor = getattr(mem_pool_host, "anchor_entry", None)
         pool = mem_pool_host if anchor is None else anchor.host_pool
         self.close()
+        if hasattr(pool, "index_k_with_scale_buffer"):
+            raise SettingsError(
+                f"{type(pool).__name__} leaves its index out of what it stores, so prefixes would come back "
+                "wrong (SGLang 0.5.10); run this model with SGLang 0.5.14 or newer, or without L3"
+            )
         logical = getattr(pool, "kv_buffer", True) is None  # it counts tokens; only sidecars have bytes
         nbytes = 0 if logical else PoolPages.nbytes_of(pool)
         namespace = pool_namespace(self._config, pool, nbytes, is_replicated(self._config, KV, pool))
@@ -127,14 +132,25 @@ class HiCacheBackend(sgl.HiCacheStorage):  # type: ignore[misc]
             logger.log(level, "hicache-storage: %s", line)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Register a sidecar pool; the anchor comes again under the name "kv" and is known."""
+        """Register a sidecar pool; the anchor comes again under the name "kv" and is known.
+
+        Does not raise: up to 0.5.14 SGLang's threads run already and its rollback is behind it. A
+        pool that cannot be registered holds nothing, so prefixes that need it are misses.
+        """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = _name(host_pool_name)
-        if self._storage is None or name == KV:
+        if name == KV:
             return
+        try:
+            self._register_sidecar(name, host_pool)
+        except Exception:
+            logger.exception("hicache-storage: pool %s cannot be used; its pages are misses", name)
+
+    def _register_sidecar(self, name: str, host_pool: Any) -> None:
+        storage = self._open
         replicated = is_replicated(self._config, name, host_pool)
         identity = pool_namespace(self._config, host_pool, PoolPages.nbytes_of(host_pool), replicated)
-        pages = PoolPages(self._storage, host_pool, suffix=f".{name}.{identity.digest[:12]}")
+        pages = PoolPages(storage, host_pool, suffix=f".{name}.{identity.digest[:12]}")
         stale = self._pools.get(name)
         self._pools[name] = pages
         if stale is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from hicache_storage.namespace import Namespace
+from hicache_storage.sglang.server import server_args
 
 AXES = {
     ("mha", "layer_first"): "kv,layer,token,head,dim",
@@ -29,17 +30,17 @@ def pool_namespace(config: Any, pool: Any, page_nbytes: int, replicated: bool) -
     """
     attention = _attention(pool)
     axes = AXES.get((attention, pool.layout), pool.layout)
-    layers = _layers(pool)
+    head_dim = int(getattr(pool, "head_dim", 0) or getattr(pool, "kv_cache_dim", 0) or 0)
     return Namespace(
         model=config.model_name or "",
         attention=attention,
         dtype=_dtype(pool),
         object_layout=f"{axes}:{page_nbytes}",
         page_size=int(getattr(config, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1),
-        layers=layers,
+        layers=_layers(pool),
         heads=int(getattr(pool, "head_num", 0) or 0),
-        head_dim=int(getattr(pool, "head_dim", 0) or getattr(pool, "kv_cache_dim", 0) or 0),
-        v_head_dim=int(getattr(pool, "v_head_dim", 0) or 0),
+        head_dim=head_dim,
+        v_head_dim=int(getattr(pool, "v_head_dim", 0) or head_dim),  # 0.5.14 and before: the same
         ranks=_ranks(config, replicated),
     )
 
@@ -63,17 +64,20 @@ def _attention(pool: Any) -> str:
 
 
 def _dtype(pool: Any) -> str:
-    stored = str(getattr(pool, "dtype", "")).removeprefix("torch.")
-    device_pool = getattr(pool, "device_pool", None)
-    meant = str(getattr(device_pool, "dtype", stored)).removeprefix("torch.")
-    tag = getattr(pool, "storage_format_tag", None)
-    return "/".join(dict.fromkeys(part for part in (meant, stored, tag) if part))
+    """All dtypes of the pool's buffers; its ``dtype`` alone misses what a state or an index is in.
+
+    fp8 is stored as uint8, which does not say which fp8 it is: there the server's own flag does.
+    """
+    names = ("dtype", "temporal_dtype", "conv_dtype", "indexer_dtype")
+    found = [str(getattr(pool, name)).removeprefix("torch.") for name in names if hasattr(pool, name)]
+    if "uint8" in found:
+        found.append(str(getattr(server_args(), "kv_cache_dtype", "")))
+    found.append(getattr(pool, "storage_format_tag", None) or "")
+    return "/".join(dict.fromkeys(part for part in found if part))
 
 
 def _layers(pool: Any) -> tuple[int, int]:
     first = getattr(pool, "start_layer", None)
-    if first is None:
-        first = getattr(getattr(pool, "device_pool", None), "start_layer", 0)
     count = getattr(pool, "layer_num", None) or getattr(pool, "num_mamba_layers", 0)
     return int(first or 0), int(first or 0) + int(count or 0)
 

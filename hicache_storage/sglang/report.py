@@ -7,13 +7,11 @@ costs the operator something says what to change.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any
 
 from hicache_storage.sglang.pool_pages import PoolPages
+from hicache_storage.sglang.server import in_force, server_args
 from hicache_storage.storage import HiCacheStorage
 
 ZERO_COPY_LAYOUTS = ("page_first", "page_first_direct", "page_head")
@@ -27,7 +25,7 @@ def startup_report(
     if kv is not None:
         yield _effective("layout", "hicache_mem_layout", kv.layout)
         yield logging.INFO, f"L2 pages: {kv}"
-        io_backend = _in_force("hicache_io_backend")
+        io_backend = in_force("hicache_io_backend")
         if io_backend is not None:
             yield _effective("io backend", "hicache_io_backend", io_backend)
         yield from _copies(storage, kv, interface_v1)
@@ -63,37 +61,8 @@ def _copies(storage: HiCacheStorage, kv: PoolPages, interface_v1: bool) -> Itera
         )
 
 
-def _effective(what: str, flag: str, in_force: str) -> tuple[int, str]:
-    asked = getattr(_server_args(), flag, None)
-    if asked in (None, in_force):
-        return logging.INFO, f"{what} {in_force}"
-    return logging.WARNING, f"{what} {in_force} is in force; {asked} was asked for and SGLang rewrote it"
-
-
-def _in_force(flag: str) -> str | None:
-    context = _module("sglang.srt.runtime_context")
-    if context is not None:
-        try:
-            return str(getattr(context.get_memory(), flag))
-        except Exception:
-            return None  # not inside a server
-    value = getattr(_server_args(), flag, None)
-    return None if value is None else str(value)
-
-
-def _server_args() -> Any:
-    """The server's arguments: as given (0.5.23), or after SGLang rewrote them (before)."""
-    for module, accessor in (
-        ("sglang.srt.runtime_context", "get_server_args"),
-        ("sglang.srt.server_args", "get_global_server_args"),
-    ):
-        with suppress(Exception):  # not this version, or not inside a server
-            return getattr(_module(module), accessor)()
-    return None
-
-
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
+def _effective(what: str, flag: str, value: str) -> tuple[int, str]:
+    asked = getattr(server_args(), flag, None)
+    if asked in (None, value):
+        return logging.INFO, f"{what} {value}"
+    return logging.WARNING, f"{what} {value} is in force; {asked} was asked for and SGLang rewrote it"
