@@ -1,6 +1,7 @@
 # make demo   replay a request trace through all tiers       (TRACE=path.jsonl, ARGS="--seed 7")
 # make test   run all tests
 # make test-sglang   the adapter on SGLang's own controllers (SGLANG="0.5.10.post1 0.5.14 0.5.23")
+# make sglang-matrix the same on all versions, and docs/sglang.md from it
 # make lint   ruff and mypy
 # make bench  the benchmarks behind docs/benchmarks.md
 # The first run sets everything up in .venv: Python >= 3.10 and a package index are all it needs.
@@ -13,7 +14,7 @@ PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml) conformance/pypr
 
 SGLANG ?= 0.5.10.post1 0.5.14 0.5.23
 
-.PHONY: demo test test-sglang lint bench clean
+.PHONY: demo test test-sglang sglang-matrix lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -28,6 +29,12 @@ test-sglang:
 		.venv-sglang-$$version/bin/python -m pytest -q -c tests_sglang/pytest.ini --rootdir tests_sglang \
 			$(ARGS) tests_sglang || exit 1; \
 	done
+
+sglang-matrix:
+	@for version in $(SGLANG); do \
+		$(MAKE) -s test-sglang SGLANG=$$version ARGS="--junitxml=results-$$version.xml" || exit 1; \
+	done
+	@$(PYTHON) tests_sglang/matrix.py $(SGLANG:%=results-%.xml) > docs/sglang.md && rm $(SGLANG:%=results-%.xml)
 
 lint: $(VENV)/.ready
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

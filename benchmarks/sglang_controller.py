@@ -143,7 +143,8 @@ def spinning_share(timed: Timed, seconds: float) -> float:
         return (count - before) / (time.perf_counter() - started)
 
     controller = cache.controller
-    hashes = [h for op in cache._backups[-1:] for h in op.hash_value]
+    hashes = [page_hash for operation in cache._backups for page_hash in operation.hash_value]
+    cache.forget()
     indices = controller.mem_pool_host.alloc(PAGES * SPEC.page_size)
     backend = cache.backend
 

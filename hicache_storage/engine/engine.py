@@ -223,7 +223,10 @@ class TierEngine:
                 logger.warning("a call of the storage does not return; L2 stays registered with it")
                 return
             if self._storage is not None:
-                self._storage.unregister_buffer(self._tiers.l2.buffer)
+                try:
+                    self._storage.unregister_buffer(self._tiers.l2.buffer)
+                except Exception as error:
+                    logger.warning("storage failed to unregister L2: %s: %s", type(error).__name__, error)
             self._tiers.l1.close()
             self._tiers.l2.close()
 

@@ -63,7 +63,7 @@ class EngineStats:
     """Read from L3 and used."""
     backed_up: int
     backup_failed: int
-    """The storage did not take them; they stay in L2 while there is room."""
+    """The storage did not take them, or was not asked any more; they stay in L2 while there is room."""
     dropped: int
     """Lost to L3 under pressure: left L2 without a backup, or never found room in L2."""
     storage_errors: int

@@ -63,4 +63,3 @@ def test_zeros_are_wrong(filled):
     pool, oracle = filled
     pool.pages.zero_()
     assert oracle.wrong_bytes(pool.pages, [0, 1], HASHES[:2]) > 0.8 * pool.nbytes // 3
-

@@ -1,6 +1,7 @@
 """Pools and layouts: where the bytes of a page are."""
 
 import mmap
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hicache_storage.buffers import gather
 from hicache_storage.engine import LAYOUTS, KVShape
 from hicache_storage.engine.layouts import LAYER_FIRST, PAGE_FIRST, PAGE_FIRST_DIRECT, find_layout
 from hicache_storage.engine.pools import DevicePool, HostPool, pool_slots
-from hicache_storage.engine.transfer import open_transfer
+from hicache_storage.engine.transfer import CudaTransfer, open_transfer
 
 CPU = torch.device("cpu")
 SHAPES = ["mha:3x2x8:bf16", "mla:3x64:bf16", "mha:2x3x3:fp8_e4m3", "mla:2x9:fp16"]
@@ -39,7 +40,7 @@ def stored(pool, slot):
 def test_the_stored_bytes_of_a_page_are_its_axes_in_the_order_of_the_layout(shape, layout, axes):
     pool = HostPool(KVShape.parse(shape), 4, 5, layout, CPU)
     pages = numbered(pool)
-    names = "kv layer token head dim".split()
+    names = ["kv", "layer", "token", "head", "dim"]
     order = [names.index(axis) for axis in axes.split()]
     for slot in range(5):
         expected = pages[slot].permute(order).contiguous().view(torch.uint8)
@@ -60,7 +61,7 @@ def test_the_pages_of_a_pool_are_its_allocation_once_over(shape, layout):
     pieces = sorted((b.address, b.end) for slot in range(5) for b in pool.page(slot))
     assert pieces[0][0] == pool.buffer.address
     assert pieces[-1][1] == pool.buffer.end
-    assert all(one[1] == next_one[0] for one, next_one in zip(pieces, pieces[1:]))
+    assert all(one[1] == next_one[0] for one, next_one in pairwise(pieces))
     assert pool.buffer.address % mmap.PAGESIZE == 0
     assert "pageable" in pool.memory_kind
 
@@ -82,6 +83,18 @@ def test_copies_move_the_pages_they_name_and_no_others(shape, layout):
     assert not l1.pages[:3].any()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+def test_copies_piece_by_piece_are_the_same_copies(layout):
+    """As for a CUDA device, here between two host pools."""
+    shape = KVShape.parse("mha:3x2x8:bf16")
+    l1, l2 = DevicePool(shape, 4, 6, CPU), HostPool(shape, 4, 9, layout, CPU)
+    before = numbered(l1).clone()
+    l2.pages.zero_()
+    CudaTransfer._copy_pieces(l1.pages, [0, 5, 4], l2.pages, [7, 1, 2])
+    assert torch.equal(l2.pages[[7, 1, 2]], before[[0, 5, 4]])
+    assert not l2.pages[[0, 3, 4, 5, 6, 8]].any()
+
+
 def test_slots_run_out_and_come_back():
     pool = DevicePool(KVShape.parse("mla:1x8:bf16"), 4, 3, CPU)
     slots = {pool.alloc() for _ in range(3)}
@@ -93,7 +106,7 @@ def test_slots_run_out_and_come_back():
 
 
 def test_memory_that_is_not_there_is_a_clear_error():
-    with pytest.raises(MemoryError, match="L2 of .* does not fit: .* available; lower hicache_size"):
+    with pytest.raises(MemoryError, match=r"L2 of .* does not fit: .* available; lower hicache_size"):
         HostPool(KVShape.parse("mla:64x4096:fp32"), 4096, 1 << 16, LAYER_FIRST, CPU)
 
 
@@ -103,7 +116,8 @@ def test_the_size_of_l2_is_a_ratio_or_gigabytes():
 
 
 @pytest.mark.parametrize(
-    ("l1_tokens", "ratio", "size"), [(63, 2, None), (640, 1, None), (640, float("nan"), None), (640, 2, 0.001)]
+    ("l1_tokens", "ratio", "size"),
+    [(63, 2, None), (640, 1, None), (640, float("nan"), None), (640, 2, 0.001)],
 )
 def test_pools_of_impossible_sizes_are_refused(l1_tokens, ratio, size):
     with pytest.raises(SettingsError):

@@ -14,9 +14,7 @@ PAGE = 4
 
 def open_engine(storage, policy="wait_complete", pages=32, **options):
     options = {"prefetch_threshold": PAGE, "backup_wait": 10.0, **options}
-    return TierEngine(
-        SHAPE, PAGE, l1_tokens=pages * PAGE, prefetch_policy=policy, storage=storage, **options
-    )
+    return TierEngine(SHAPE, PAGE, l1_tokens=pages * PAGE, prefetch_policy=policy, storage=storage, **options)
 
 
 def prompt(pages, salt=0):
@@ -164,15 +162,32 @@ def test_only_the_leading_pages_that_exist_are_read(storage):
     assert read == hashes[:5]
 
 
+def test_a_gap_in_one_batch_ends_the_lookup_of_all(storage):
+    tokens = prompt(BATCH_PAGES + 40)
+    store(storage, tokens)
+    hashes = page_hashes(tokens, PAGE)
+    del storage.pages[hashes[100]]
+    read = []
+    storage.before["get"] = read.append
+    with open_engine(storage, pages=200) as engine:
+        assert engine.prefill(tokens).pages(Source.L3) == 100
+    assert read == hashes[:100]
+
+
 def test_calls_have_at_most_128_pages(storage, monkeypatch):
     sizes = []
-    for method in ("batch_exists", "batch_get_into", "batch_set_from"):
 
-        def watched(keys, *pages, original=getattr(storage, method)):
+    def watch(method):
+        original = getattr(storage, method)
+
+        def watched(keys, *pages):
             sizes.append(len(keys))
             return original(keys, *pages)
 
         monkeypatch.setattr(storage, method, watched)
+
+    for method in ("batch_exists", "batch_get_into", "batch_set_from"):
+        watch(method)
     tokens = prompt(BATCH_PAGES * 2 + 3)
     store(storage, tokens)
     with open_engine(storage, pages=300) as engine:

@@ -6,7 +6,9 @@ from hicache_storage import SettingsError
 from hicache_storage.engine import KVShape
 
 
-@pytest.mark.parametrize("text", ["mha:2x2x8:bf16", "mha:32x8x128:fp8_e4m3", "mla:2x64:bf16", "mla:61x576:fp32"])
+@pytest.mark.parametrize(
+    "text", ["mha:2x2x8:bf16", "mha:32x8x128:fp8_e4m3", "mla:2x64:bf16", "mla:61x576:fp32"]
+)
 def test_a_shape_is_written_as_it_was_read(text):
     assert str(KVShape.parse(text)) == text
 

@@ -77,7 +77,12 @@ def run(place, monkeypatch, capfd):
 
 def write_trace(tmp_path, count=60):
     lines = [
-        {"timestamp": i, "input_length": 2048, "output_length": 1, "hash_ids": [0, 1 + i % 3, 10 + i % 30, 50 + i]}
+        {
+            "timestamp": i,
+            "input_length": 2048,
+            "output_length": 1,
+            "hash_ids": [0, 1 + i % 3, 10 + i % 30, 50 + i],
+        }
         for i in range(count)
     ]
     path = tmp_path / "trace.jsonl"

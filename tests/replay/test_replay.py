@@ -35,7 +35,9 @@ class MemoryStorage(HiCacheStorage):
 
 def open_engine(storage, pages=64, **options):
     options = {"prefetch_policy": "wait_complete", "prefetch_threshold": PAGE, "backup_wait": 60.0, **options}
-    return TierEngine(KVShape.parse("mha:1x1x4:bf16"), PAGE, l1_tokens=pages * PAGE, storage=storage, **options)
+    return TierEngine(
+        KVShape.parse("mha:1x1x4:bf16"), PAGE, l1_tokens=pages * PAGE, storage=storage, **options
+    )
 
 
 def brute_force_hits(prompts, page_size):
@@ -96,7 +98,7 @@ def test_rows_are_kept_as_parquet(replayed, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.parquet"]
     rows = pq.read_table(path).to_pylist()
     assert len(rows) == len(replayed)
-    for row, kept in zip(replayed, rows):
+    for row, kept in zip(replayed, rows, strict=True):
         assert kept["request"] == row.index
         assert kept["arrival_ms"] == row.arrival_ms
         assert kept["bound_tokens"] == row.bound_tokens

@@ -69,12 +69,12 @@ def test_a_line_that_is_wrong_is_named_with_what_was_expected(write, line, compl
 
 
 def test_an_empty_trace_is_an_error(write):
-    with pytest.raises(SettingsError, match="trace.jsonl: the trace is empty; expected"):
+    with pytest.raises(SettingsError, match=r"trace.jsonl: the trace is empty; expected"):
         read_trace(write("", "\n"))
 
 
 def test_a_trace_that_cannot_be_read_is_an_error(tmp_path):
-    with pytest.raises(SettingsError, match="none.jsonl: cannot be read: No such file"):
+    with pytest.raises(SettingsError, match=r"none.jsonl: cannot be read: No such file"):
         read_trace(tmp_path / "none.jsonl")
     with pytest.raises(SettingsError, match="cannot be read: Is a directory"):
         read_trace(tmp_path)
