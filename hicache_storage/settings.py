@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -103,17 +104,22 @@ def split_settings(
     """
     environment = os.environ if environment is None else environment
     sdk_keys, own_keys = set(SdkSettings.model_fields), set(model.model_fields)
+    if model.model_config.get("extra") == "allow":
+        own_keys |= set(table) - sdk_keys
     for key in table:
         if key not in sdk_keys | own_keys:
-            raise SettingsError(
-                f"unknown setting {key!r} for backend {backend!r}{_nearest(key, sdk_keys | own_keys)}"
-            )
-    prefix = f"HICACHE_{backend.upper().replace('-', '_')}_"
+            near = _nearest(key, sdk_keys | own_keys)
+            raise SettingsError(f"unknown setting {key!r} for backend {backend!r}{near}")
     sdk = _from_environment(SDK_ENVIRONMENT, sdk_keys, environment)
-    own = _from_environment(prefix, own_keys, environment)
+    own = _from_environment(environment_prefix(backend), own_keys, environment)
     sdk.update({key: value for key, value in table.items() if key in sdk_keys})
     own.update({key: value for key, value in table.items() if key in own_keys})
     return _validate(SdkSettings, sdk, backend), _validate(model, own, backend)
+
+
+def environment_prefix(backend: str) -> str:
+    """What the names of a backend's environment variables begin with."""
+    return f"HICACHE_{re.sub(r'[^A-Z0-9]', '_', backend.upper())}_"
 
 
 def _validate(model: type[M], values: dict[str, Any], backend: str) -> M:

@@ -4,7 +4,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, SecretStr
 
 from hicache_storage import SettingsError
-from hicache_storage.settings import parse_assignments, read_table, split_settings
+from hicache_storage.settings import environment_prefix, parse_assignments, read_table, split_settings
 
 
 class Disk(BaseModel):
@@ -112,3 +112,15 @@ def test_assignments_take_json_or_text():
     }
     with pytest.raises(SettingsError, match="key=value"):
         parse_assignments(["a"])
+
+
+def test_a_backend_that_takes_any_setting_gets_what_is_not_the_sdks():
+    class Open(BaseModel):
+        model_config = ConfigDict(extra="allow")
+
+    sdk, own = split_settings({"tenant": "t", "whatever": 1}, "sglang:file", Open, {})
+    assert (sdk.tenant, own.model_extra) == ("t", {"whatever": 1})
+
+
+def test_the_environment_prefix_of_a_class_is_a_name_a_shell_accepts():
+    assert environment_prefix("my_pkg.mod:Store") == "HICACHE_MY_PKG_MOD_STORE_"

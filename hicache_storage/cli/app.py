@@ -18,7 +18,12 @@ from hicache_storage.sglang.launch_args import launch_args as flags_for
 from hicache_storage.sglang.launch_args import pasted
 from hicache_storage.storage import Capabilities
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Storage for SGLang HiCache.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Storage for SGLang HiCache.",
+)
 
 
 def _version(wanted: bool) -> None:

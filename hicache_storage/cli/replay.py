@@ -154,7 +154,7 @@ def _storage(
 ) -> Iterator[HiCacheStorage]:
     """The backend with its layers; one that needs a ``root`` and has none gets a temporary directory."""
     from hicache_storage import find_backend, open_storage
-    from hicache_storage.settings import parse_assignments, read_table
+    from hicache_storage.settings import environment_prefix, parse_assignments, read_table
 
     table: dict[str, Any] = {
         **_PATIENT,
@@ -162,7 +162,7 @@ def _storage(
         **parse_assignments(assignments),
     }
     fields = getattr(find_backend(backend).Settings, "model_fields", {})
-    is_given = "root" in table or f"HICACHE_{backend.upper()}_ROOT" in os.environ
+    is_given = "root" in table or f"{environment_prefix(backend)}ROOT" in os.environ
     rootless = "root" in fields and fields["root"].is_required() and not is_given
     with _temporary_directory() if rootless else nullcontext() as root:
         if root is not None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from hicache_storage.buffers import Buffer, Page, gather_into, page_nbytes, scatter
 from hicache_storage.errors import SettingsError, UnavailableError
@@ -45,7 +45,7 @@ class BuiltinSettings(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    extra_config: dict[str, Any] = {}
+    page_nbytes: int = Field(0, ge=0, description="Bytes a page, for backends that divide a file beforehand")
 
 
 class StandInPool:
@@ -60,9 +60,10 @@ class StandInPool:
     device = "cpu"
     pin_memory = False
 
-    def __init__(self) -> None:
+    def __init__(self, page_nbytes: int) -> None:
         import torch
 
+        self._page_nbytes = page_nbytes
         self.dtype = torch.uint8
         self.kv_buffer: Any = torch.empty(0, dtype=torch.uint8)
         self._moving = threading.local()
@@ -75,6 +76,14 @@ class StandInPool:
             yield
         finally:
             del self._moving.pages
+
+    def get_size_per_token(self) -> int:
+        """Bytes of one index, which is a page here."""
+        return self._page_nbytes
+
+    def get_ksize_per_token(self) -> int:
+        """Bytes of its K half."""
+        return self._page_nbytes // 2
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
         """Addresses and sizes in bytes of the pages with these indices, one after the other."""
@@ -107,16 +116,16 @@ class Builtin(HiCacheStorage):
         super().__init__(settings, namespace)
         from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-        self._pool = StandInPool()
-        extra = {**(settings.model_extra or {}), **settings.extra_config}
+        self._pool = StandInPool(settings.page_nbytes)
+        config = storage_config(namespace, dict(settings.model_extra or {}))
         try:
-            self.backend = StorageBackendFactory.create_backend(
-                self.name, storage_config(namespace, extra), self._pool
-            )
+            self.backend = StorageBackendFactory.create_backend(self.name, config, self._pool)
             self.backend.register_mem_pool_host(self._pool)
         except ImportError as error:
             hint = INSTALL.get(self.name, f"install what provides {error.name!r}")
             raise SettingsError(f"sglang:{self.name} lacks its client library ({error}): {hint}") from error
+        except Exception as error:
+            raise SettingsError(f"sglang:{self.name} does not open with these settings: {error}") from error
 
     def get(self, key: str) -> bytes | None:
         raise UnavailableError(f"sglang:{self.name} reads {key} only into memory of a known size")
