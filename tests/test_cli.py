@@ -81,3 +81,12 @@ def test_launch_args_refuse_what_would_fail_at_start_up(settings, version, says)
 def test_launch_args_know_the_supported_versions():
     for version in ("0.5.10.post1", "v0.5.14", "0.5.23"):
         assert "--enable-hierarchical-cache" in launch_args("file", {"root": "/x"}, version)
+
+
+def test_the_doctor_looks_at_every_plugin_and_fails_when_something_is_wrong(monkeypatch):
+    fine = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert "backend file" in fine.output
+    monkeypatch.setattr("hicache_storage.cli.doctor.ENOUGH_DESCRIPTORS", 1 << 62)
+    bad = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert bad.exit_code == 1
+    assert "ulimit -n" in bad.output
