@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+from hicache_storage.bounce import cut
 from hicache_storage.buffers import Buffer, Page, page_nbytes, views
 from hicache_storage.errors import CorruptError, StorageError
 from hicache_storage.header import PLAIN_NBYTES, header_nbytes, pack, unpack
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 PARALLEL_NBYTES = 8 << 20
 """Batches smaller than this are hashed by the calling thread: waking others costs more."""
+
+HOT_NBYTES = 16 << 20
+"""Batches to a local backend are cut to this, so that pages are hashed while they are in cache."""
 
 
 class HeaderArena:
@@ -101,14 +105,17 @@ class IntegrityLayer(Layer):
     def batch_get_into(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
         check_batch(keys, pages)
         sizes = [page_nbytes(page) for page in pages]
+        statuses: list[Status] = []
         with self._arena.headers([self._header_nbytes(size) for size in sizes]) as headers:
-            statuses = list(self.inner.batch_get_into(keys, _with_headers(headers, pages)))
 
             def verify(i: int) -> None:
                 if statuses[i] and headers[i].view != pack(keys[i], views(pages[i]), headers[i].nbytes):
                     statuses[i] = Status.CORRUPT
 
-            self._each(verify, sizes)
+            objects = _with_headers(headers, pages)
+            for part in self._parts(sizes):
+                statuses += self.inner.batch_get_into(keys[part], objects[part])
+                self._each(verify, part, sizes)
         corrupt = [key for key, status in zip(keys, statuses, strict=True) if status is Status.CORRUPT]
         if corrupt:
             self._discard(corrupt)
@@ -117,13 +124,17 @@ class IntegrityLayer(Layer):
     def batch_set_from(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
         check_batch(keys, pages)
         sizes = [page_nbytes(page) for page in pages]
+        statuses: list[Status] = []
         with self._arena.headers([self._header_nbytes(size) for size in sizes]) as headers:
 
             def fill(i: int) -> None:
                 headers[i].view[:] = pack(keys[i], views(pages[i]), headers[i].nbytes)
 
-            self._each(fill, sizes)
-            return self.inner.batch_set_from(keys, _with_headers(headers, pages))
+            objects = _with_headers(headers, pages)
+            for part in self._parts(sizes):
+                self._each(fill, part, sizes)
+                statuses += self.inner.batch_set_from(keys[part], objects[part])
+        return statuses
 
     def describe(self) -> dict[str, str]:
         return {**self.inner.describe(), "integrity": "xxh3-64 checked on every read"}
@@ -136,12 +147,18 @@ class IntegrityLayer(Layer):
     def _header_nbytes(self, payload_nbytes: int) -> int:
         return header_nbytes(payload_nbytes, self.capabilities.alignment)
 
-    def _each(self, work: Callable[[int], None], sizes: Sequence[int]) -> None:
-        if sum(sizes) < PARALLEL_NBYTES:
-            for i in range(len(sizes)):
+    def _parts(self, sizes: Sequence[int]) -> Iterator[slice]:
+        if not self.capabilities.local:
+            return iter([slice(0, len(sizes))])
+        return cut(sizes, HOT_NBYTES)
+
+    def _each(self, work: Callable[[int], None], part: slice, sizes: Sequence[int]) -> None:
+        numbers = range(len(sizes))[part]
+        if sum(sizes[part]) < PARALLEL_NBYTES:
+            for i in numbers:
                 work(i)
         else:
-            for _ in self._hashers.map(work, range(len(sizes))):
+            for _ in self._hashers.map(work, numbers):
                 pass
 
     def _discard(self, keys: Sequence[str]) -> None:
