@@ -3,6 +3,7 @@
 # make test-sglang   the adapter on SGLang's own controllers (SGLANG="0.5.10.post1 0.5.14 0.5.23")
 # make sglang-matrix the same on all versions, and docs/sglang.md from it
 # make lint   ruff and mypy
+# make conformance   the suite on a backend     (BACKEND=file, or module:Class of a file in examples/)
 # make bench  the benchmarks behind docs/benchmarks.md
 # The first run sets everything up in .venv: Python >= 3.10 and a package index are all it needs.
 
@@ -14,7 +15,7 @@ PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml) conformance/pypr
 
 SGLANG ?= 0.5.10.post1 0.5.14 0.5.23
 
-.PHONY: demo test test-sglang sglang-matrix lint bench clean
+.PHONY: demo test test-sglang sglang-matrix lint conformance bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -38,6 +39,10 @@ sglang-matrix:
 
 lint: $(VENV)/.ready
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+BACKEND ?= file
+conformance: $(VENV)/.ready
+	@PYTHONPATH=examples $(BIN)/hicache-conformance --backend $(BACKEND) $(ARGS)
 
 bench: $(VENV)/.ready
 	@$(BIN)/python benchmarks/file_backend.py $(ARGS)
