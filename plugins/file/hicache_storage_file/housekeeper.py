@@ -94,7 +94,8 @@ class Housekeeper:
 
     def spare(self) -> int:
         """Bytes that the disk can take before ``min_free`` is touched. Raises OSError."""
-        disk = os.fstatvfs(self._tree.base.fd)
+        base = self._tree.base
+        disk = os.fstatvfs(base.fd)
         return disk.f_bavail * disk.f_frsize - self._limits.min_free
 
     def refresh(self) -> None:
@@ -113,23 +114,22 @@ class Housekeeper:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self._wake.wait(TICK_SECONDS)
-            self._wake.clear()
-            if self._stopped.is_set():
-                return
             try:
                 self._work()
             except OSError as error:
                 logger.warning("housekeeping failed and will be tried again: %s", error)
             with self._done:
                 self._done.notify_all()
+            self._wake.wait(TICK_SECONDS)
+            self._wake.clear()
 
     def _work(self) -> None:
         self.refresh()
         with self._done:
             wanted, self._wanted = self._wanted, 0
             pressed, self._pressed = self._pressed, 0
-        recount = time.monotonic() >= self._next_recount
+        abandoned = self._usage.abandoned()
+        recount = abandoned or time.monotonic() >= self._next_recount
         if max(pressed, self._goal(wanted)) <= 0 and not recount:
             return
         lock = open_lock(self._tree.bookkeeping(), "evict.lock")
@@ -139,6 +139,8 @@ class Housekeeper:
             goal = max(pressed, self._goal(wanted))  # it may have been done meanwhile
             if goal > 0:
                 self._evict(goal)
+            elif abandoned:
+                self._usage.recount(abandoned)
             elif recount:
                 self._recount()
         finally:
@@ -158,11 +160,14 @@ class Housekeeper:
         return min(over, used)
 
     def _recount(self) -> None:
+        """Set some more shards right, taking a thousandth of one core at most."""
         started = time.monotonic()
         self._staging.reap()
-        self._usage.recount([self._next_shard])
-        self._next_shard = (self._next_shard + 1) % SHARDS
-        # a thousandth of one core at most
+        for _ in range(SHARDS):
+            self._usage.recount([self._next_shard])
+            self._next_shard = (self._next_shard + 1) % SHARDS
+            if time.monotonic() - started > TICK_SECONDS / 1000 or self._stopped.is_set():
+                break
         self._next_recount = time.monotonic() + max(TICK_SECONDS, 1000 * (time.monotonic() - started))
 
     def _evict(self, goal: int) -> None:

@@ -124,6 +124,8 @@ def _remove(bookkeeping: Directory, name: str) -> None:
     directory = above.directory(name) if above is not None else None
     if above is None or directory is None:
         return
-    for page in directory.names():
-        os.unlink(page, dir_fd=directory.fd)
-    os.rmdir(name, dir_fd=above.fd)
+    with contextlib.suppress(FileNotFoundError):  # its owner, who is closing, removes it at the same time
+        for page in directory.names():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(page, dir_fd=directory.fd)
+        os.rmdir(name, dir_fd=above.fd)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import stat
 from collections.abc import Sequence
 
 from hicache_storage.batch_pool import BatchPool, Lease
@@ -25,7 +24,7 @@ from hicache_storage_file.pageio import ALIGNMENT, Direct, PageIO, direct_works,
 from hicache_storage_file.settings import FileSettings, room_nbytes
 from hicache_storage_file.staging import Staging
 from hicache_storage_file.tree import SHARDS, Place, Tree
-from hicache_storage_file.usage import Usage
+from hicache_storage_file.usage import Usage, discard
 from hicache_storage_file.writer import Object, Writer
 
 logger = logging.getLogger(__name__)
@@ -42,6 +41,7 @@ class FileStorage(HiCacheStorage):
     capabilities = Capabilities(
         zero_copy=True,
         bounded=True,
+        local=True,
         persistent=True,
         shared=True,
         delete=True,
@@ -139,7 +139,7 @@ class _Store:
         self.tree = Tree(settings.root.expanduser())
         self._limits = self._find_limits(settings)
         self._usage = Usage(self.tree)
-        self._staging = Staging(self.tree, self._usage.forget_reservations)
+        self._staging = Staging(self.tree, self._usage.abandon_reservations)
         self._direct, self._direct_reason = self._find_direct(settings)
         self._pageio = PageIO(self._direct, is_in_memory(self.tree.base))
         try:
@@ -188,17 +188,10 @@ class _Store:
         for place in places:
             try:
                 directory = self.tree.shard(place)
-                if directory is None:
-                    continue
-                status = os.stat(place.name, dir_fd=directory.fd, follow_symlinks=False)
-                os.unlink(place.name, dir_fd=directory.fd)
-            except FileNotFoundError:
-                continue
+                if directory is not None:
+                    discard(self._usage, directory, place)
             except OSError as error:
                 failed = failed or error
-            else:
-                if stat.S_ISREG(status.st_mode):
-                    self._usage.removed(place.shard, status.st_size)
         if failed is not None:
             raise failed
 

@@ -16,10 +16,12 @@ an open directory without following symlinks, so nothing planted in the tree lea
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 import stat
+import string
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
@@ -27,13 +29,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hicache_storage.errors import InvalidKeyError
-from hicache_storage.namespace import Namespace, check_name
+from hicache_storage.namespace import MAX_NAME_LENGTH, Namespace, check_name
 from hicache_storage_file.oserrors import NO_DESCRIPTORS, NOT_A_PAGE
 
 SHARDS = 256
 BOOKKEEPING = ".hicache"
 IDENTITY = "namespace.json"
 
+_NAME_BYTES = f"{string.ascii_letters}{string.digits}._-".encode()
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -49,6 +52,7 @@ class Handle:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        """For use while the handle itself is held in a variable."""
 
     def __del__(self, close: object = os.close) -> None:
         close(self.fd)  # type: ignore[operator]
@@ -166,23 +170,27 @@ class Tree:
         return found
 
     def present(self, keys: Sequence[str]) -> list[bool]:
-        """Whether there is something under each key: 128 lookups take some 0.2 ms.
+        """Whether there is something under each key. Raises InvalidKeyError.
 
-        Raises InvalidKeyError. Whatever hinders a lookup counts as absent.
+        Whatever hinders a lookup counts as absent. This is what a miss costs, so the usual case, keys
+        of one namespace whose directories are open, takes one loop with one system call a key.
         """
-        known, access, crc32 = self._shards, os.access, zlib.crc32
+        namespace = keys[0].partition("/")[0] if keys else ""
+        shards = self._shards.get(namespace)
+        names = _names(keys, namespace) if shards is not None else None
+        access, there, crc32 = os.access, os.F_OK, zlib.crc32
+        if shards is not None and names is not None:
+            with contextlib.suppress(AttributeError):  # a directory that is not open
+                return [
+                    access(name, there, dir_fd=shards[crc32(name) & 0xFF].fd, follow_symlinks=False)  # type: ignore[union-attr]
+                    for name in names
+                ]
         found = []
-        for key in keys:
-            namespace, _, name = key.partition("/")
-            shards = known.get(namespace)
-            if shards is None:
-                directory = self.shard(self.locate(key))
-            else:  # the same without building a Place: this loop is what a miss costs
-                check_name(name)
-                number = crc32(name.encode()) & 0xFF
-                directory = shards[number] or self.shard(Place(namespace, number, name))
+        for place in [self.locate(key) for key in keys]:
+            directory = self.shard(place)
             found.append(
-                directory is not None and access(name, os.F_OK, dir_fd=directory.fd, follow_symlinks=False)
+                directory is not None
+                and access(place.name, there, dir_fd=directory.fd, follow_symlinks=False)
             )
         return found
 
@@ -200,7 +208,8 @@ class Tree:
         """What ``introduce`` wrote down, at most 64 KiB of it; empty when there is nothing."""
         directory = self.base.directory(namespace)
         try:
-            return b"" if directory is None else os.read(directory.open(IDENTITY, os.O_RDONLY).fd, 1 << 16)
+            handle = directory.open(IDENTITY, os.O_RDONLY) if directory is not None else None
+            return os.read(handle.fd, 1 << 16) if handle is not None else b""
         except OSError:
             return b""
 
@@ -282,6 +291,24 @@ class Tree:
                 self._budget -= shards[place.shard] is None
                 shards[place.shard] = found
         return found
+
+
+def _names(keys: Sequence[str], namespace: str) -> list[bytes] | None:
+    """Page names of keys that are all of this namespace and all pass ``check_name``; else None.
+
+    The rule is that of ``check_name``, applied to the whole batch in a few passes over its bytes.
+    """
+    names = "\n".join(["", *keys]).encode(errors="replace").split(f"\n{namespace}/".encode())[1:]
+    joined = b"/".join(names)
+    if (
+        len(names) != len(keys)
+        or joined.translate(None, _NAME_BYTES) != b"/" * (len(names) - 1)
+        or b"/." in joined
+        or joined.startswith(b".")
+        or not 0 < min(map(len, names)) <= max(map(len, names)) <= MAX_NAME_LENGTH
+    ):
+        return None
+    return names
 
 
 def _is_name(name: str) -> bool:

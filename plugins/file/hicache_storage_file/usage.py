@@ -10,6 +10,7 @@ corrected by scans).
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import threading
 import time
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hicache_storage_file.locks import locked
-from hicache_storage_file.tree import SHARDS, Handle, Tree
+from hicache_storage_file.tree import SHARDS, Directory, Handle, Place, Tree
 
 USAGE = "usage"
 
@@ -80,11 +81,18 @@ class Usage:
         """A page that was there is not any more."""
         self._change(shard, -nbytes, -1, 0)
 
-    def forget_reservations(self) -> None:
-        """Release all reservations: nobody is writing, so they are those of writers that died."""
+    def abandon_reservations(self) -> None:
+        """Nobody is writing: what is reserved is left from writers that died.
+
+        They may have stored their last pages without saying so; a recount must find out.
+        """
         with self._counters() as counters:
-            for shard in range(SHARDS):
-                counters[_FIELDS * shard + _RESERVED] = 0
+            counters[_RESERVED_AT::_FIELDS] = array("q", bytes(8 * SHARDS))
+
+    def abandoned(self) -> list[int]:
+        """Shards with reservations of writers that died, to be recounted."""
+        with self._counters() as counters:
+            return [shard for shard in range(SHARDS) if _is_abandoned(counters, shard)]
 
     def totals(self) -> Totals:
         """The sums, with all changes so far, which others see from now on."""
@@ -99,13 +107,12 @@ class Usage:
         with self._counters() as counters:
             before = counters[:]
         found = {shard: self._scan(shard) for shard in shards}
-        now = int(time.time())
         with self._counters() as counters:
             for shard, scanned in found.items():
                 at = _FIELDS * shard
                 for field, count in zip((_STORED, _PAGES), scanned, strict=True):
                     counters[at + field] = count + max(0, counters[at + field] - before[at + field])
-                if abs(now - counters[at + _RESERVED_AT]) > ABANDONED_SECONDS:
+                if _is_abandoned(counters, shard):
                     counters[at + _RESERVED] = 0
 
     def known(self) -> bool:
@@ -160,6 +167,25 @@ class Usage:
                 for shard, changed in changes.items():
                     self._change(shard, *changed)
                 raise
+
+
+def discard(usage: Usage, directory: Directory, place: Place) -> None:
+    """Unlink what stands under the name of ``place``, and count it. Raises OSError.
+
+    Only who has unlinked a page counts it as removed, so no page is ever taken off twice.
+    """
+    try:
+        status = os.stat(place.name, dir_fd=directory.fd, follow_symlinks=False)
+        os.unlink(place.name, dir_fd=directory.fd)
+    except FileNotFoundError:
+        return
+    if stat.S_ISREG(status.st_mode):
+        usage.removed(place.shard, status.st_size)
+
+
+def _is_abandoned(counters: array[int], shard: int) -> bool:
+    reserved, reserved_at = counters[_FIELDS * shard + _RESERVED], counters[_FIELDS * shard + _RESERVED_AT]
+    return reserved > 0 and abs(time.time() - reserved_at) > ABANDONED_SECONDS
 
 
 def _sum(counters: array[int]) -> Totals:

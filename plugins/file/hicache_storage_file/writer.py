@@ -21,7 +21,7 @@ from hicache_storage_file.oserrors import FREEABLE, NO_DESCRIPTORS, translate
 from hicache_storage_file.pageio import TOUCH_SECONDS, PageIO
 from hicache_storage_file.staging import Staging
 from hicache_storage_file.tree import Place, Tree
-from hicache_storage_file.usage import Usage
+from hicache_storage_file.usage import Usage, discard
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,8 @@ class Writer:
         """Which objects are not stored; those that are count as used now."""
         absent = []
         for i, item in enumerate(objects):
-            found = self._stored(item.place)
-            if found is None or found.st_size != item.nbytes or not stat.S_ISREG(found.st_mode):
+            found = self._found(item)
+            if found is None or not _is_whole(found, item):
                 absent.append(i)
             elif not 0 <= time.time() - found.st_mtime < TOUCH_SECONDS:
                 directory = self._tree.shard(item.place)
@@ -110,7 +110,9 @@ class Writer:
                         os.utime(item.place.name, dir_fd=directory.fd, follow_symlinks=False)
         return absent
 
-    def _stored(self, place: Place) -> os.stat_result | None:
+    def _found(self, item: Object) -> os.stat_result | None:
+        """What stands under the object's name now."""
+        place = item.place
         directory = self._tree.shard(place)
         # access first: a stat that finds nothing costs an exception
         if directory is None or not os.access(
@@ -199,16 +201,20 @@ class Writer:
             # all bytes were read while the lease was live, or they may be those of another page
             if lease.withdrawn:
                 raise DeadlineError("the page was written too late")
-            replaced = self._stored(item.place)
             directory = self._tree.make_shard(item.place)
+            found = self._found(item)
+            if found is not None and _is_whole(found, item):  # another writer was faster
+                os.unlink(name, dir_fd=staging.fd)
+                self._release([item])
+                return
+            if found is not None:
+                discard(self._usage, directory, item.place)
             os.rename(name, item.place.name, src_dir_fd=staging.fd, dst_dir_fd=directory.fd)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=staging.fd)
             raise
         self._usage.stored(item.place.shard, item.nbytes)
-        if replaced is not None and stat.S_ISREG(replaced.st_mode):
-            self._usage.removed(item.place.shard, replaced.st_size)
 
     def _refresh(self) -> None:
         try:
@@ -225,6 +231,10 @@ class Writer:
             self._logged.update(new)
         for error in new.values():
             logger.warning("pages are not stored (said once, then counted): %s", error)
+
+
+def _is_whole(found: os.stat_result, item: Object) -> bool:
+    return found.st_size == item.nbytes and stat.S_ISREG(found.st_mode)
 
 
 def _reason(status: Status) -> StorageError:

@@ -3,7 +3,8 @@
 import mmap
 import random
 import subprocess
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -98,11 +99,22 @@ def tools():
         bytes_of = staticmethod(bytes_of)
 
         @staticmethod
+        def wait_until(condition, seconds=20):
+            ends_at = time.monotonic() + seconds
+            while not condition():
+                assert time.monotonic() < ends_at, "it did not come to pass"
+                time.sleep(0.01)
+
+        @staticmethod
         def pages_on_disk(root):
             return sorted(root.glob("[!.]*/??/*"))
 
         @staticmethod
         def nbytes_on_disk(root):
-            return sum(path.stat().st_size for path in root.glob("[!.]*/??/*"))
+            total = 0
+            for path in root.glob("[!.]*/??/*"):
+                with suppress(FileNotFoundError):  # evicted meanwhile
+                    total += path.stat().st_size
+            return total
 
     return Tools

@@ -9,6 +9,8 @@ import threading
 import zlib
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hicache_storage import (
     BufferMismatchError,
@@ -19,7 +21,9 @@ from hicache_storage import (
     SettingsError,
     Status,
 )
+from hicache_storage.namespace import check_name
 from hicache_storage_file import FileSettings, FileStorage, pageio
+from hicache_storage_file.tree import _names
 
 
 def test_a_batch_comes_back_byte_for_byte(opened, memory, namespace, tools):
@@ -156,6 +160,7 @@ def test_a_hostile_key_is_refused_by_every_call(opened, memory, root, key):
         lambda: storage.exists(key),
         lambda: storage.set(key, memoryview(b"x")),
         lambda: storage.batch_exists([key]),
+        lambda: storage.batch_exists(["a/b", key, "a/c"]),
         lambda: storage.batch_get_into([key], page),
         lambda: storage.batch_set_from([key], page),
         lambda: storage.delete([key]),
@@ -163,6 +168,34 @@ def test_a_hostile_key_is_refused_by_every_call(opened, memory, root, key):
         with pytest.raises(InvalidKeyError):
             call()
     assert sorted(root.parent.rglob("*")) == before
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(
+        st.text(st.sampled_from("aZ9._-/\n\0 é"), max_size=6)
+        | st.sampled_from(["n/" + "x" * 200, "n/" + "x" * 201]),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_a_batch_of_keys_is_judged_like_each_of_them(parts, prefixed):
+    keys = [f"n/{part}" if prefixed else part for part in parts]
+
+    def names():
+        for key in keys:
+            namespace, _, name = key.partition("/")
+            check_name(namespace)
+            check_name(name)
+            yield name.encode()
+
+    try:
+        expected = list(names())
+    except InvalidKeyError:
+        expected = None
+    judged = _names(keys, "n") if keys else []
+    same_namespace = all(key.startswith("n/") for key in keys)
+    assert judged == (expected if same_namespace else None)
 
 
 def test_keys_and_pages_must_be_as_many(opened, memory, namespace):
@@ -410,6 +443,31 @@ def test_a_tmpfs_is_read_straight_into_the_page(opened, memory, namespace, small
     assert storage.batch_set_from([key], [page]) == [Status.OK]
     assert storage.batch_get_into([key], [back]) == [Status.OK]
     assert tools.bytes_of(back) == tools.bytes_of(page)
+
+
+def test_storages_may_open_and_close_at_the_same_time(root, namespace):
+    problems = []
+
+    def work(number):
+        for i in range(25):
+            try:
+                settings = FileSettings(root=root, min_free=0, threads=1)
+                with FileStorage(settings, namespace) as storage:
+                    storage.set(namespace.key(f"{number}-{i}"), memoryview(bytes(100)))
+            except Exception as error:
+                problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    with FileStorage(FileSettings(root=root, min_free=0), namespace) as storage:
+        assert int(storage.describe()["pages"]) >= 100, "a recount while others write may count too much"
+        storage._opened._usage.recount()
+        assert storage.describe()["pages"] == "100"
+        assert len(list((root / ".hicache" / "tmp").iterdir())) == 1
 
 
 def test_many_threads_may_call_at_once(opened, namespace, tools):
