@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from hicache_storage.deadline import deadline, time_left
 from hicache_storage.errors import ClosedError, DeadlineError, StorageError
 from hicache_storage.storage import Status
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Lease:
@@ -123,6 +125,35 @@ class BatchPool:
             for lease in batch.leases:
                 lease.withdraw()
         return [Status.TIMED_OUT if status is None else status for status in batch.results]
+
+    def call(self, work: Callable[[Lease], T], late: Callable[[T], None] | None = None) -> T:
+        """What ``work`` returns or raises, by ``time_left()`` at the latest.
+
+        Raises DeadlineError when it takes longer; ``late`` then gets what it returns in the end.
+        """
+        returned: list[T] = []
+        raised: list[Exception] = []
+
+        def once(_: int, lease: Lease) -> Status:
+            try:
+                value = work(lease)
+            except Exception as error:
+                raised.append(error)
+                return Status.OK
+            try:
+                with lease.held():
+                    returned.append(value)
+            except DeadlineError:
+                if late is not None:
+                    late(value)
+            return Status.OK
+
+        self.run(1, once)
+        if returned:
+            return returned[0]
+        if raised:
+            raise raised[0]
+        raise DeadlineError("the store did not answer in time")
 
     def close(self, timeout: float = 5.0) -> None:
         """Finish the batches in progress, then end the threads.

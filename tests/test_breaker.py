@@ -3,9 +3,9 @@
 import threading
 
 import pytest
+
 from hicache_conformance.pages import GuardedPages
 from hicache_conformance.reference import ReferenceStorage
-
 from hicache_storage import (
     CapacityError,
     ClosedError,

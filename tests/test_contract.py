@@ -1,9 +1,9 @@
 """What a three-method backend gets for free."""
 
 import pytest
+
 from hicache_conformance.pages import GuardedPages
 from hicache_conformance.reference import ReferenceStorage
-
 from hicache_storage import (
     BufferMismatchError,
     CapacityError,

@@ -3,9 +3,9 @@
 import threading
 
 import pytest
+
 from hicache_conformance.pages import GuardedPages
 from hicache_conformance.reference import ReferenceStorage
-
 from hicache_storage import DeadlineError, Namespace, Status, UnavailableError, time_left
 from hicache_storage.batch_pool import BatchPool
 from hicache_storage.bounce import BOUNCE_NBYTES

@@ -3,9 +3,9 @@
 import random
 
 import pytest
+
 from hicache_conformance.pages import GuardedPages
 from hicache_conformance.reference import ReferenceStorage
-
 from hicache_storage import Capabilities, CorruptError, Namespace, Status
 from hicache_storage.header import PLAIN_NBYTES, header_nbytes, unpack
 from hicache_storage.layers.integrity import IntegrityLayer

@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
+
 from hicache_conformance.pages import GuardedPages
 from hicache_conformance.reference import ReferenceStorage
-
 from hicache_storage import Namespace, SettingsError, Status, find_backend, open_storage
 from hicache_storage.layers.breaker import BreakerLayer
 from hicache_storage.layers.deadline import DeadlineLayer

@@ -38,7 +38,7 @@ def test_every_command_of_our_own_ci_is_a_target_that_make_knows():
     for command in commands:
         assert "${{" not in command
         done = subprocess.run(
-            ["bash", "-c", f"{command} --dry-run"], cwd=ROOT, capture_output=True, text=True
+            ["bash", "-c", f"{command} --dry-run"], check=False, cwd=ROOT, capture_output=True, text=True
         )
         assert done.returncode == 0, f"{command}\n{done.stderr}"
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 CASE = re.compile(r"test_every_pool_and_layout_comes_back_byte_for_byte\[(\w+?)-(\w+)-(\w+)-([01])\]")
 COLUMNS = (
@@ -51,7 +51,7 @@ back from L3 would be wrong, with any backend.
 def outcomes(path: Path) -> dict[tuple[str, str, str], list[str]]:
     """The outcomes of each pool, layout and io backend in one JUnit file."""
     found: dict[tuple[str, str, str], list[str]] = {}
-    for case in ElementTree.parse(path).iter("testcase"):  # noqa: S314 (our own file)
+    for case in ET.parse(path).iter("testcase"):
         matched = CASE.match(case.get("name", ""))
         if matched:
             kind, layout, io_backend, _ = matched.groups()

@@ -54,7 +54,12 @@ def test_the_engine_runs_on_sglangs_file_backend(storage_dir: Path) -> None:
     shape = KVShape.parse("mha:2x2x8:bf16")
     with open_storage("sglang:file", {}, shape.namespace(64, "page_first")) as storage:
         engine = TierEngine(
-            shape, 64, l1_tokens=512, mem_layout="page_first", prefetch_policy="wait_complete", storage=storage
+            shape,
+            64,
+            l1_tokens=512,
+            mem_layout="page_first",
+            prefetch_policy="wait_complete",
+            storage=storage,
         )
         tokens = list(range(512))
         engine.prefill(tokens)

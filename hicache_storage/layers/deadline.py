@@ -9,10 +9,10 @@ off; memory for it is capped by cutting batches.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 from hicache_storage.batch_pool import BatchPool, Lease
 from hicache_storage.bounce import BounceMemory, cut
@@ -23,8 +23,6 @@ from hicache_storage.layers.layer import Layer
 from hicache_storage.storage import HiCacheStorage, ReadableBuffer, Status, check_batch
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class DeadlineLayer(Layer):
         with deadline(self._deadlines.get):
             if self._pool is None:
                 return self.inner.get(key)
-            return self._bounded(lambda _: self.inner.get(key))
+            return self._pool.call(lambda _: self.inner.get(key))
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key])[0]
@@ -66,13 +64,13 @@ class DeadlineLayer(Layer):
             if self._pool is None:
                 return self.inner.set(key, value)
             mine = memoryview(bytes(value))
-            return self._bounded(lambda _: self.inner.set(key, mine))
+            return self._pool.call(lambda _: self.inner.set(key, mine))
 
     def batch_exists(self, keys: Sequence[str]) -> list[bool]:
         with deadline(self._deadlines.exists):
             if self._pool is None:
                 return self.inner.batch_exists(keys)
-            return self._bounded(lambda _: self.inner.batch_exists(keys))
+            return self._pool.call(lambda _: self.inner.batch_exists(keys))
 
     def batch_get_into(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
         check_batch(keys, pages)
@@ -102,37 +100,19 @@ class DeadlineLayer(Layer):
         self._closed = True
         try:
             with deadline(self.CLOSE_SECONDS):
-                self._bounded(lambda _: self._bounces.close())
-                self._bounded(lambda _: self.inner.close())
+                self._pool.call(lambda _: self._bounces.close())
+                self._pool.call(lambda _: self.inner.close())
         except DeadlineError:
             logger.warning(
                 "the backend did not close in %s s; its threads are left behind", self.CLOSE_SECONDS
             )
         self._pool.close(timeout=0.1)
 
-    def _bounded(self, call: Callable[[Lease], T]) -> T:
-        """What ``call`` returns or raises, or DeadlineError when it takes too long."""
-        returned: list[T] = []
-        raised: list[Exception] = []
-
-        def work(_: int, lease: Lease) -> Status:
-            try:
-                returned.append(call(lease))
-            except Exception as error:
-                raised.append(error)
-            return Status.OK
-
-        assert self._pool is not None
-        if self._pool.run(1, work)[0] is Status.TIMED_OUT:
-            raise DeadlineError("the backend did not answer in time")
-        if raised:
-            raise raised[0]
-        return returned[0]
-
     def _through_bounce(
         self, direction: Literal["get", "set"], keys: Sequence[str], pages: Sequence[Page]
     ) -> list[Status]:
         """Run a batch in a thread of ours; pages are touched only while their caller waits."""
+        assert self._pool is not None
         statuses = [Status.TIMED_OUT] * len(pages)
 
         sizes = [page_nbytes(page) for page in pages]
@@ -155,5 +135,5 @@ class DeadlineLayer(Layer):
                         statuses[i] = status
 
         with suppress(DeadlineError):  # what was done in time stands; the rest says TIMED_OUT
-            self._bounded(work)
+            self._pool.call(work)
         return statuses
