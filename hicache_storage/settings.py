@@ -33,20 +33,26 @@ class SdkSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    revision: str = Field("", description="Weights revision, part of the identity of every page")
-    epoch: int = Field(0, ge=0, description="Bump it to forget all pages stored so far")
-    tenant: str = Field("", description="Salt that keeps this tenant's pages apart")
-    integrity: bool = Field(True, description="Header and checksum on every object, checked on every read")
-    deadline: bool = Field(True, description="Bound every call; without it a hung store hangs the caller")
-    exists_seconds: float = Field(1.0, gt=0, description="Deadline of a lookup")
-    get_seconds: float = Field(5.0, gt=0, description="Deadline of a batch read")
-    set_seconds: float = Field(10.0, gt=0, description="Deadline of a batch write")
-    breaker: bool = Field(True, description="Stop asking a backend that fails; probe until it answers")
-    breaker_failures: int = Field(3, ge=1, description="Failing calls in a row that open the breaker")
-    breaker_cooldown: float = Field(0.5, gt=0, description="Seconds before the first probe")
-    negative_ttl: float = Field(10.0, ge=0, description="Seconds an unreadable key counts as absent")
-    metrics: bool = Field(True, description="Count pages, bytes and seconds for Prometheus")
-    faults: FaultPlan | None = Field(None, description="Faults to inject, for drills")
+    revision: str = Field(default="", description="Weights revision, part of the identity of every page")
+    epoch: int = Field(default=0, ge=0, description="Bump it to forget all pages stored so far")
+    tenant: str = Field(default="", description="Salt that keeps this tenant's pages apart")
+    integrity: bool = Field(
+        default=True, description="Header and checksum on every object, checked on every read"
+    )
+    deadline: bool = Field(
+        default=True, description="Bound every call; without it a hung store hangs the caller"
+    )
+    exists_seconds: float = Field(default=1.0, gt=0, description="Deadline of a lookup")
+    get_seconds: float = Field(default=5.0, gt=0, description="Deadline of a batch read")
+    set_seconds: float = Field(default=10.0, gt=0, description="Deadline of a batch write")
+    breaker: bool = Field(
+        default=True, description="Stop asking a backend that fails; probe until it answers"
+    )
+    breaker_failures: int = Field(default=3, ge=1, description="Failing calls in a row that open the breaker")
+    breaker_cooldown: float = Field(default=0.5, gt=0, description="Seconds before the first probe")
+    negative_ttl: float = Field(default=10.0, ge=0, description="Seconds an unreadable key counts as absent")
+    metrics: bool = Field(default=True, description="Count pages, bytes and seconds for Prometheus")
+    faults: FaultPlan | None = Field(default=None, description="Faults to inject, for drills")
 
 
 class NoSettings(BaseModel):

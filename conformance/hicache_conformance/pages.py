@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import xxhash
 
 from hicache_storage import Buffer, Page
+from hicache_storage.buffers import scatter
 
 GUARD_NBYTES = 64
 GUARD = bytes([0xA5]) * GUARD_NBYTES
@@ -45,6 +46,10 @@ class GuardedPages:
             for part, buffer in enumerate(page):
                 source = random.Random(f"{seed}/{number}/{part}")
                 buffer.view[:] = source.randbytes(buffer.nbytes)
+
+    def write(self, number: int, content: bytes) -> None:
+        """Give one page these bytes, its buffers in order."""
+        scatter(content, self.pages[number])
 
     def blank(self) -> None:
         """Overwrite every page, so that what is read next was really written."""

@@ -12,6 +12,7 @@ from rich.table import Table
 from hicache_storage import __version__
 from hicache_storage.cli import COMMANDS
 from hicache_storage.cli.doctor import doctor
+from hicache_storage.cli.new import new
 from hicache_storage.cli.replay import replay
 from hicache_storage.registry import BackendInfo, installed
 from hicache_storage.settings import parse_assignments, read_table
@@ -85,6 +86,7 @@ def launch_args(
 
 
 app.command()(doctor)
+app.command()(new)
 app.command()(replay)
 
 for point in sorted(entry_points(group=COMMANDS), key=lambda point: point.name):

@@ -50,11 +50,9 @@ SGLang HiCache pages in {title}.
     hicache-conformance --backend {name}          # is it right?
     hicache-storage replay --backend {name} --set root=/tmp/{name}
 
-In SGLang:
+In SGLang, add what this prints to `python -m sglang.launch_server`:
 
-    python -m sglang.launch_server ... --enable-hierarchical-cache \\
-        --hicache-storage-backend dynamic \\
-        --hicache-storage-backend-extra-config '{{"backend": "{name}", "root": "/data/{name}"}}'
+    hicache-storage launch-args {name} --set root=/data/{name}
 
 `{package}/storage.py` is the whole backend. It keeps a page a file; put your store in its place, and
 declare in `capabilities` what that one can do. Cases that fail for a known reason go into a file,

@@ -27,13 +27,15 @@ class FaultPlan(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: int = Field(0, description="Makes the faults the same in every run")
-    error_rate: float = Field(0.0, ge=0, le=1, description="Calls that fail as a whole")
-    page_error_rate: float = Field(0.0, ge=0, le=1, description="Pages of a batch that fail alone")
-    flip_rate: float = Field(0.0, ge=0, le=1, description="Pages read back with one bit flipped")
-    hang_rate: float = Field(0.0, ge=0, le=1, description="Calls that use up their deadline")
-    delay: float = Field(0.0, ge=0, description="Seconds added to every call")
-    fail_after: int | None = Field(None, ge=0, description="From this many calls on, every call fails")
+    seed: int = Field(default=0, description="Makes the faults the same in every run")
+    error_rate: float = Field(default=0.0, ge=0, le=1, description="Calls that fail as a whole")
+    page_error_rate: float = Field(default=0.0, ge=0, le=1, description="Pages of a batch that fail alone")
+    flip_rate: float = Field(default=0.0, ge=0, le=1, description="Pages read back with one bit flipped")
+    hang_rate: float = Field(default=0.0, ge=0, le=1, description="Calls that use up their deadline")
+    delay: float = Field(default=0.0, ge=0, description="Seconds added to every call")
+    fail_after: int | None = Field(
+        default=None, ge=0, description="From this many calls on, every call fails"
+    )
 
 
 class FaultsLayer(Layer):

@@ -1,0 +1,1 @@
+"""The cases, a module a subject. Importing a module registers its cases."""

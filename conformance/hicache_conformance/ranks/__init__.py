@@ -1,0 +1,1 @@
+"""Ranks that prefetch together: the protocol, and two ways to run it (simulated, and over gloo)."""
