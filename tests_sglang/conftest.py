@@ -9,6 +9,7 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
+
 from real_cache import RealCache  # noqa: E402
 
 

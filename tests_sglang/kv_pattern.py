@@ -1,7 +1,8 @@
 """The bytes a test puts into device KV, and whether they came back.
 
 The pattern follows from the tokens alone, so any process, version or layout that computed
-the same tokens expects the same bytes.
+the same tokens expects the same bytes. Where SGLang shards a pool over TP ranks, the rank is
+part of it too, so a page that went to the wrong rank shows.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from real_pools import CacheSpec, DevicePools
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from torch import Tensor
+
+from real_pools import CacheSpec, DevicePools
 
 SCRUBBED = 77
 
@@ -34,10 +37,10 @@ class Part:
         return int((self.buffer[self.rows].view(torch.uint8) != self.expected).sum())
 
 
-def _page_seeds(tokens: Sequence[int], page_size: int) -> list[int]:
+def _page_seeds(tokens: Sequence[int], page_size: int, shard: int) -> list[int]:
     """One seed per page, from all the tokens up to its end: what a page holds depends on its
     prefix and not on what follows."""
-    seeds, seed = [], 0
+    seeds, seed = [], shard
     for end in range(page_size, len(tokens) + 1, page_size):
         seed = zlib.crc32(array("q", tokens[end - page_size : end]).tobytes(), seed)
         seeds.append(seed)
@@ -76,14 +79,17 @@ def device_parts(
     computed has all of it. A state pool has the state after the last token.
     """
     page_size = spec.page_size
-    seeds = _page_seeds(tokens, page_size)[: len(indices) // page_size]
+    pages = len(indices) // page_size
+    seeds = _page_seeds(tokens, page_size, spec.tp_rank)[:pages]
     kv_pool = pools.kv_pool
     full = getattr(kv_pool, "full_kv_pool", kv_pool)
+    replicated = isinstance(full, MLATokenToKVPool)
+    full_seeds = _page_seeds(tokens, page_size, 0)[:pages] if replicated else seeds
     for number, buffer in enumerate(token_buffers(full)):
-        yield Part(indices, buffer, _pattern(buffer, seeds, number, page_size))
+        yield Part(indices, buffer, _pattern(buffer, full_seeds, number, page_size))
     for number, buffer in enumerate(getattr(kv_pool, "index_k_with_scale_buffer", ())):
-        pages = indices[::page_size] // page_size
-        yield Part(pages, buffer, _pattern(buffer, seeds, 100 + number, 1))
+        rows = indices[::page_size] // page_size
+        yield Part(rows, buffer, _pattern(buffer, full_seeds, 100 + number, 1))
     if spec.kind == "swa":
         window = seeds if just_computed else seeds[-1:]
         slots = indices[len(indices) - len(window) * page_size :]

@@ -45,6 +45,16 @@ NOTES = """
 
 DSA models are refused on 0.5.10.post1: its host pool leaves the index out of what it stores, so every prefix that came
 back from L3 would be wrong, with any backend.
+
+## Several ranks
+
+Two real tensor-parallel ranks on gloo, with SGLang's own agreement between them ([test_ranks.py](../tests_sglang/test_ranks.py)):
+MLA pages are stored once, by SGLang's writer, and restored by both; MHA shards and Mamba states stay per rank; a page
+or state that one rank lost, or cannot read, shortens the prefix on both. Where a version falls short, with any backend:
+
+* Up to 0.5.14, MLA hybrids with Mamba at TP > 1 never hit L3: SGLang backs up the state of one rank only. They lose nothing.
+* On 0.5.10.post1, Mamba hybrids at TP > 1 get no L3 from us: the version does not make ranks agree on the states that
+  they loaded, and one unreadable state would hang the server.
 """
 
 

@@ -1,5 +1,7 @@
 """Drives SGLang's own cache controllers through every tier on a CPU.
 
+A process is one TP rank: the only one, or what its ``torch.distributed`` group says it is.
+
 ``RealCache`` holds a radix cache with its HiCache controller, host pools and storage
 backend, all built by the installed ``sglang``. ``round_trip`` follows one request the way
 the scheduler would: insert, write through to host, back up to storage, lose device and host
@@ -17,10 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import real_pools
 import torch
-from kv_pattern import device_parts, scrub_device, scrub_host
-from real_pools import HAS_UNIFIED, UNIFIED_ONLY, CacheSpec
 from sglang.srt.distributed import parallel_state
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
@@ -31,6 +30,10 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from torch import Tensor
+
+import real_pools
+from kv_pattern import device_parts, scrub_device, scrub_host
+from real_pools import HAS_UNIFIED, UNIFIED_ONLY, CacheSpec
 
 DEADLINE_S = 30.0
 POLL_S = 0.002
@@ -60,20 +63,30 @@ def _backend_options(backend: str | None, extra: Mapping[str, Any] | None) -> di
     return {"storage_backend": backend, "extra_config": json.dumps(config)}
 
 
-def _publish_single_rank(server_args: ServerArgs) -> None:
-    """SGLang reads its flags from a process-wide place, and asks its process groups for
-    ranks even when there is only one."""
-    set_global_server_args_for_scheduler(server_args)
+def _tp_rank_and_size() -> tuple[int, int]:
+    """This process's; without process groups it becomes the only rank, and SGLang asks for
+    groups even then."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             "gloo", store=torch.distributed.HashStore(), world_size=1, rank=0
         )
-        parallel_state.init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
-        parallel_state.initialize_model_parallel(backend="gloo")
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def _publish(server_args: ServerArgs, rank: int) -> None:
+    """SGLang reads its flags and ranks from process-wide places."""
+    set_global_server_args_for_scheduler(server_args)
+    size = server_args.tp_size
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.init_distributed_environment(
+            world_size=size, rank=rank, local_rank=rank, backend="gloo"
+        )
+        widths = {} if UNIFIED_ONLY else {"tensor_model_parallel_size": size}
+        parallel_state.initialize_model_parallel(backend="gloo", **widths)
     if UNIFIED_ONLY:
         from sglang.srt.runtime_context import get_parallel
 
-        get_parallel().override_permanently(tp_rank=0, pp_rank=0, attn_dcp_rank=0)
+        get_parallel().override_permanently(tp_rank=rank, pp_rank=0, attn_dcp_rank=0)
 
 
 def _component(name: str) -> Any:
@@ -96,8 +109,10 @@ class RealCache:
     ) -> None:
         self.spec = spec
         storage = _backend_options(backend, extra_config)
+        rank, self._ranks = _tp_rank_and_size()
         self.server_args = ServerArgs(
             model_path="dummy",
+            tp_size=self._ranks,
             served_model_name=spec.model_name,
             device="cpu",
             page_size=spec.page_size,
@@ -110,7 +125,7 @@ class RealCache:
             hicache_storage_prefetch_policy=spec.prefetch_policy,
         )
         self.server_args._mamba_cache_chunk_size = spec.page_size
-        _publish_single_rank(self.server_args)
+        _publish(self.server_args, rank)
         self.device = real_pools.build_device_pools(spec)
         self.cache = self._build_cache()
         atexit.unregister(getattr(self.cache, "shutdown", None))
@@ -201,15 +216,23 @@ class RealCache:
             self.cache.enable_storage = False
 
     def wait(self, done: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-        """Poll SGLang's events, as the scheduler loop does, until ``done``."""
+        """Poll SGLang's events, as the scheduler loop does, until ``done`` on every rank: each
+        round has collectives in it, so all ranks must go through equally many."""
         limit = time.monotonic() + deadline_s
         while True:
             self.cache.check_hicache_events()
-            if done():
+            if self._on_every_rank(done()):
                 return
             if time.monotonic() > limit:
                 raise HiCacheTimeoutError(f"{what} took more than {deadline_s} s")
             time.sleep(POLL_S)
+
+    def _on_every_rank(self, done: bool) -> bool:
+        if self._ranks == 1:
+            return done
+        everywhere = torch.tensor(int(done))
+        torch.distributed.all_reduce(everywhere, op=torch.distributed.ReduceOp.MIN)
+        return bool(everywhere)
 
     def tokens(self, pages: int, seed: int = 0) -> list[int]:
         """A deterministic token sequence of whole pages; different seeds share no prefix."""

@@ -43,6 +43,10 @@ class CacheSpec:
     model_name: str = "tests/tiny"
     dtype: torch.dtype = torch.bfloat16
     enable_metrics: bool = False
+    latent: bool = False
+    """The full-attention layers of a Mamba hybrid keep MLA latents instead of heads."""
+    tp_rank: int = 0
+    """Whose shard the bytes are where ranks hold different ones."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def build_device_pools(spec: CacheSpec) -> DevicePools:
         case "swa":
             return _swa_pools(spec, common, heads, requests)
         case "mamba":
-            return _mamba_pools(spec, common, heads)
+            return _mamba_pools(spec, common, {**heads, **_latent_layers(spec, latent)})
     return DevicePools(pool, _paged_allocator(spec, pool), requests)
 
 
@@ -124,7 +128,13 @@ def _swa_pools(spec: CacheSpec, common: dict[str, Any], heads: dict[str, int], r
     return DevicePools(pool, allocator, requests)
 
 
-def _mamba_pools(spec: CacheSpec, common: dict[str, Any], heads: dict[str, int]) -> DevicePools:
+def _latent_layers(spec: CacheSpec, latent: dict[str, int]) -> dict[str, int]:
+    if not spec.latent:
+        return {}
+    return {"use_mla": True, **{name: latent[name] for name in ("kv_lora_rank", "qk_rope_head_dim")}}
+
+
+def _mamba_pools(spec: CacheSpec, common: dict[str, Any], layers: dict[str, int]) -> DevicePools:
     from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 
     shape = Mamba2StateShape.create(
@@ -151,7 +161,7 @@ def _mamba_pools(spec: CacheSpec, common: dict[str, Any], heads: dict[str, int])
     pool = _call(
         memory_pool.HybridLinearKVPool,
         **common,
-        **heads,
+        **layers,
         full_attention_layer_ids=FULL_LAYERS,
         mamba_pool=requests.mamba_pool,
     )

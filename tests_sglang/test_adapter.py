@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from real_cache import RealCache
-from real_pools import CacheSpec
 from sglang.srt.mem_cache import hicache_storage
-from test_builtin_file import KINDS, LAYOUTS, unsupported
 
 from hicache_storage.errors import SettingsError
 from hicache_storage.sglang import HiCacheBackend
+from real_cache import RealCache
+from real_pools import CacheSpec
+from test_builtin_file import KINDS, LAYOUTS, unsupported
 
 SGLANG = version("sglang")
 PAGES = 5

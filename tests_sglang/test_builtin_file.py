@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
 from real_cache import RealCache
 from real_pools import CacheSpec
 

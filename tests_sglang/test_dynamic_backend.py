@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
+
 from real_cache import RealCache
 from real_pools import CacheSpec
 from recording_backend import RecordingBackend

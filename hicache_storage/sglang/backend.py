@@ -148,6 +148,11 @@ class HiCacheBackend(sgl.HiCacheStorage):  # type: ignore[misc]
 
     def _register_sidecar(self, name: str, host_pool: Any) -> None:
         storage = self._open
+        if name == "mamba" and self._config.tp_size > 1 and not hasattr(self._config, "attn_cp_size"):
+            raise SettingsError(
+                "SGLang 0.5.10 does not make ranks agree on the states they loaded, so one unreadable state "
+                "hangs the server; run hybrid models with SGLang 0.5.14 or newer, or with one rank"
+            )
         replicated = is_replicated(self._config, name, host_pool)
         identity = pool_namespace(self._config, host_pool, PoolPages.nbytes_of(host_pool), replicated)
         pages = PoolPages(storage, host_pool, suffix=f".{name}.{identity.digest[:12]}")

@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from hicache_storage.buffers import Buffer, Page, gather_into, page_nbytes, scatter
-from hicache_storage.errors import SettingsError, UnavailableError
+from hicache_storage.errors import SettingsError, UnavailableError, UnsupportedError
 from hicache_storage.namespace import Namespace
-from hicache_storage.storage import Capabilities, HiCacheStorage, Status, check_batch
+from hicache_storage.storage import Capabilities, HiCacheStorage, ReadableBuffer, Status, check_batch
 
 INSTALL = {
     "mooncake": "pip install mooncake-transfer-engine (mooncake-transfer-engine-cuda13 on CUDA 13)",
@@ -116,6 +116,7 @@ class Builtin(HiCacheStorage):
         super().__init__(settings, namespace)
         from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
+        self._sizes: dict[str, int] = {}
         self._pool = StandInPool(settings.page_nbytes)
         config = storage_config(namespace, dict(settings.model_extra or {}))
         try:
@@ -127,8 +128,17 @@ class Builtin(HiCacheStorage):
         except Exception as error:
             raise SettingsError(f"sglang:{self.name} does not open with these settings: {error}") from error
 
-    def get(self, key: str) -> bytes | None:
-        raise UnavailableError(f"sglang:{self.name} reads {key} only into memory of a known size")
+    def get(self, key: str) -> ReadableBuffer | None:
+        """SGLang's backends read into memory of a known size: that of the last ``set`` of this key.
+
+        Raises UnsupportedError when this client never stored the key and no ``page_nbytes`` is set.
+        """
+        nbytes = self._sizes.get(key, self.settings.page_nbytes)
+        if not nbytes:
+            raise UnsupportedError(f"sglang:{self.name} cannot read {key}: its size is not known")
+        value = bytearray(nbytes)
+        status = self.batch_get_into([key], [[Buffer.of(value)]])[0]
+        return value if status else None
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key])[0]
@@ -137,6 +147,7 @@ class Builtin(HiCacheStorage):
         page = [Buffer.of(bytearray(value))]
         if not self.batch_set_from([key], [page])[0]:
             raise UnavailableError(f"sglang:{self.name} did not store {key}")
+        self._sizes[key] = value.nbytes
 
     def batch_exists(self, keys: Sequence[str]) -> list[bool]:
         """SGLang's backends count a leading run, so the answer for what follows a gap is asked anew."""
