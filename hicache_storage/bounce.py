@@ -19,11 +19,11 @@ BOUNCE_NBYTES = 16 << 20
 ALIGNMENT = 4096
 
 
-def cut(sizes: Sequence[int], limit: int = BOUNCE_NBYTES) -> Iterator[slice]:
-    """Slices of a batch of pages of these sizes that each have at most ``limit`` bytes, or one page."""
+def cut(sizes: Sequence[int]) -> Iterator[slice]:
+    """Slices of a batch of pages of these sizes (in bytes) that each fit the bounce memory."""
     start, nbytes = 0, 0
     for i, size in enumerate(map(_aligned, sizes)):
-        if i > start and nbytes + size > limit:
+        if i > start and nbytes + size > BOUNCE_NBYTES:
             yield slice(start, i)
             start, nbytes = i, 0
         nbytes += size

@@ -28,6 +28,8 @@ def check_name(name: str) -> None:
     Names have 1 to 200 of the characters A-Z a-z 0-9 ``.`` ``_`` ``-`` and do not start with a
     dot: no separator, nothing that a file system, a URL or a shell would read as more than a name.
     """
+    if name.isalnum() and name.isascii() and len(name) <= MAX_NAME_LENGTH:
+        return  # a page hash: the way nearly all names take, five times faster than the pattern
     if _NAME.fullmatch(name) is None:
         raise InvalidKeyError(
             f"page name {name[:80]!r} must be made of letters, digits, '.', '_' and '-', a '.' not first"

@@ -80,8 +80,8 @@ class Capabilities:
     """Batch calls move bytes between store and page memory without a copy in between."""
     bounded: bool = False
     """Batch calls end by ``deadline.time_left()`` on their own and never touch pages later."""
-    local: bool = False
-    """A call costs no round trip: layers may cut a batch where that suits the processor's cache."""
+    page_hook: bool = False
+    """Batch calls run ``page_hook.page_work()`` on each page while it is in the processor's cache."""
     persistent: bool = False
     """Pages survive ``close`` and the end of the process."""
     shared: bool = False

@@ -17,20 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from hicache_storage.bounce import cut
 from hicache_storage.buffers import Buffer, Page, page_nbytes, views
 from hicache_storage.errors import CorruptError, StorageError
 from hicache_storage.header import PLAIN_NBYTES, header_nbytes, pack, unpack
 from hicache_storage.layers.layer import Layer
+from hicache_storage.page_hook import per_page
 from hicache_storage.storage import HiCacheStorage, ReadableBuffer, Status, check_batch
 
 logger = logging.getLogger(__name__)
 
 PARALLEL_NBYTES = 8 << 20
 """Batches smaller than this are hashed by the calling thread: waking others costs more."""
-
-HOT_NBYTES = 16 << 20
-"""Batches to a local backend are cut to this, so that pages are hashed while they are in cache."""
 
 
 class HeaderArena:
@@ -105,17 +102,23 @@ class IntegrityLayer(Layer):
     def batch_get_into(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
         check_batch(keys, pages)
         sizes = [page_nbytes(page) for page in pages]
-        statuses: list[Status] = []
+        false = [False] * len(keys)
         with self._arena.headers([self._header_nbytes(size) for size in sizes]) as headers:
 
             def verify(i: int) -> None:
-                if statuses[i] and headers[i].view != pack(keys[i], views(pages[i]), headers[i].nbytes):
-                    statuses[i] = Status.CORRUPT
+                false[i] = headers[i].view != pack(keys[i], views(pages[i]), headers[i].nbytes)
 
             objects = _with_headers(headers, pages)
-            for part in self._parts(sizes):
-                statuses += self.inner.batch_get_into(keys[part], objects[part])
-                self._each(verify, part, sizes)
+            if self.inner.capabilities.page_hook:
+                with per_page(verify):
+                    statuses = self.inner.batch_get_into(keys, objects)
+            else:
+                statuses = self.inner.batch_get_into(keys, objects)
+                self._each(verify, [i for i, status in enumerate(statuses) if status], sizes)
+        statuses = [
+            Status.CORRUPT if status and lies else status
+            for status, lies in zip(statuses, false, strict=True)
+        ]
         corrupt = [key for key, status in zip(keys, statuses, strict=True) if status is Status.CORRUPT]
         if corrupt:
             self._discard(corrupt)
@@ -124,17 +127,17 @@ class IntegrityLayer(Layer):
     def batch_set_from(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
         check_batch(keys, pages)
         sizes = [page_nbytes(page) for page in pages]
-        statuses: list[Status] = []
         with self._arena.headers([self._header_nbytes(size) for size in sizes]) as headers:
 
             def fill(i: int) -> None:
                 headers[i].view[:] = pack(keys[i], views(pages[i]), headers[i].nbytes)
 
             objects = _with_headers(headers, pages)
-            for part in self._parts(sizes):
-                self._each(fill, part, sizes)
-                statuses += self.inner.batch_set_from(keys[part], objects[part])
-        return statuses
+            if self.inner.capabilities.page_hook:
+                with per_page(fill):
+                    return self.inner.batch_set_from(keys, objects)
+            self._each(fill, range(len(keys)), sizes)
+            return self.inner.batch_set_from(keys, objects)
 
     def describe(self) -> dict[str, str]:
         return {**self.inner.describe(), "integrity": "xxh3-64 checked on every read"}
@@ -147,14 +150,8 @@ class IntegrityLayer(Layer):
     def _header_nbytes(self, payload_nbytes: int) -> int:
         return header_nbytes(payload_nbytes, self.capabilities.alignment)
 
-    def _parts(self, sizes: Sequence[int]) -> Iterator[slice]:
-        if not self.capabilities.local:
-            return iter([slice(0, len(sizes))])
-        return cut(sizes, HOT_NBYTES)
-
-    def _each(self, work: Callable[[int], None], part: slice, sizes: Sequence[int]) -> None:
-        numbers = range(len(sizes))[part]
-        if sum(sizes[part]) < PARALLEL_NBYTES:
+    def _each(self, work: Callable[[int], None], numbers: Sequence[int], sizes: Sequence[int]) -> None:
+        if sum(sizes) < PARALLEL_NBYTES:
             for i in numbers:
                 work(i)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from hicache_storage.buffers import Buffer, Page
@@ -26,7 +27,8 @@ class Layer(HiCacheStorage):
     def __init__(self, inner: HiCacheStorage) -> None:
         super().__init__(inner.settings, inner.namespace)
         self.inner = inner
-        self.capabilities = inner.capabilities
+        # a layer may change pages after the backend's hook has seen them
+        self.capabilities = replace(inner.capabilities, page_hook=False)
 
     def get(self, key: str) -> ReadableBuffer | None:
         return self.inner.get(key)

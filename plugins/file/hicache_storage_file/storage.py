@@ -10,11 +10,13 @@ import contextlib
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 
 from hicache_storage.batch_pool import BatchPool, Lease
 from hicache_storage.buffers import Page, page_nbytes, views
 from hicache_storage.errors import ClosedError, CorruptError, SettingsError, UnavailableError
 from hicache_storage.namespace import Namespace
+from hicache_storage.page_hook import page_work
 from hicache_storage.storage import Capabilities, HiCacheStorage, Status, check_batch
 from hicache_storage_file.bounded import in_time
 from hicache_storage_file.evict import Remover
@@ -41,7 +43,7 @@ class FileStorage(HiCacheStorage):
     capabilities = Capabilities(
         zero_copy=True,
         bounded=True,
-        local=True,
+        page_hook=True,
         persistent=True,
         shared=True,
         delete=True,
@@ -85,14 +87,26 @@ class FileStorage(HiCacheStorage):
         check_batch(keys, pages)
         store = self._store()
         places = [store.tree.locate(key) for key in keys]
-        return store.readers.run(len(keys), lambda i, lease: store.read_into(places[i], pages[i], lease))
+        arrived = page_work()
+
+        def read(i: int, lease: Lease) -> Status:
+            status = store.read_into(places[i], pages[i], lease)
+            if status:
+                with lease.held():
+                    arrived(i)
+            return status
+
+        return store.readers.run(len(keys), read)
 
     def batch_set_from(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
         check_batch(keys, pages)
         store = self._store()
+        leaving = page_work()
         objects = [
-            Object(store.tree.locate(key), views(page), page_nbytes(page), is_aligned(page))
-            for key, page in zip(keys, pages, strict=True)
+            Object(
+                store.tree.locate(key), views(page), page_nbytes(page), is_aligned(page), partial(leaving, i)
+            )
+            for i, (key, page) in enumerate(zip(keys, pages, strict=True))
         ]
         return [Status.OK if error is None else Status.of(error) for error in store.writer.write(objects)]
 

@@ -8,7 +8,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hicache_storage.batch_pool import BatchPool, Lease
@@ -29,6 +29,10 @@ ROOM_SECONDS = 1.0
 """How long one call waits for eviction, all its pages together."""
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Object:
     """What to store where."""
@@ -38,6 +42,8 @@ class Object:
     nbytes: int
     aligned: bool
     """Whether O_DIRECT can take the pieces as they lie in memory."""
+    prepare: Callable[[], None] = _nothing
+    """To be run under the page's lease before its bytes are read."""
 
 
 class Writer:
@@ -159,6 +165,8 @@ class Writer:
             with lease.held():
                 started[i] = True
             try:
+                with lease.held():
+                    objects[i].prepare()
                 self._write(objects[i], lease)
             except BaseException as error:
                 self._release([objects[i]])
