@@ -1,6 +1,7 @@
 # make demo   replay a request trace through all tiers       (TRACE=path.jsonl, ARGS="--seed 7")
 # make test   run all tests
 # make test-sglang   the adapter on SGLang's own controllers (SGLANG="0.5.10.post1 0.5.14 0.5.23")
+# make test-s3, make test-mooncake   the plugins that need a server, on real ones
 # make sglang-matrix the same on all versions, and docs/sglang.md from it
 # make lint   ruff and mypy
 # make conformance   the suite on a backend     (BACKEND=file, or module:Class of a file in examples/)
@@ -15,7 +16,7 @@ PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml) conformance/pypr
 
 SGLANG ?= 0.5.10.post1 0.5.14 0.5.23
 
-.PHONY: demo test test-sglang sglang-matrix lint conformance bench clean
+.PHONY: demo test test-s3 test-mooncake test-sglang sglang-matrix lint conformance bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -30,6 +31,11 @@ test-sglang:
 		.venv-sglang-$$version/bin/python -m pytest -q -c tests_sglang/pytest.ini --rootdir tests_sglang \
 			$(ARGS) tests_sglang || exit 1; \
 	done
+
+test-s3 test-mooncake: test-%: $(VENV)/.ready
+	@$(BIN)/pip install -q --disable-pip-version-check --no-deps -r plugins/$*/requirements.txt
+	@$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e plugins/$*
+	@$(BIN)/pytest -q $(ARGS) plugins/$*
 
 sglang-matrix:
 	@for version in $(SGLANG); do \

@@ -39,6 +39,7 @@ from real_cache import RealCache  # noqa: E402
 from real_pools import CacheSpec  # noqa: E402
 
 PAGES = 128
+FETCHES = 4
 SPEC = CacheSpec(
     mem_layout="page_first_direct",
     io_backend="direct",
@@ -92,14 +93,14 @@ class Timed:
 
 
 def one_round(timed: Timed, seed: int) -> None:
-    """Store fresh pages, forget them, fetch them twice; the first fetch only warms up."""
+    """Store fresh pages, then forget and fetch them some times; the first fetch only warms up."""
     cache = timed.cache
     tokens = cache.tokens(PAGES, seed=seed)
     assert cache.store(tokens) == PAGES
-    for _ in range(2):
+    for _ in range(1 + FETCHES):
         cache.forget()
         assert cache.prefetch(tokens) == PAGES
-    timed.seconds["prefetch"].pop(-2)
+    timed.seconds["prefetch"].pop(-1 - FETCHES)
     cache.forget()
     for page in timed.files():
         page.unlink()

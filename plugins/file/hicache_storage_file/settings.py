@@ -63,10 +63,10 @@ class FileSettings(BaseModel):
     high_watermark: float = Field(0.95, gt=0, le=1, description="Share of capacity at which eviction starts")
     low_watermark: float = Field(0.90, gt=0, le=1, description="Share of capacity at which eviction ends")
     threads: int = Field(
-        default_factory=lambda: min(8, 2 * (os.cpu_count() or 1)),
+        default_factory=lambda: min(8, max(2, os.cpu_count() or 1)),
         ge=1,
         le=256,
-        description="Threads that read pages, and as many that write; default twice the cores, at most 8",
+        description="Threads that read pages, and as many that write; default the cores, 2 to 8",
     )
     direct_io: Annotated[Literal["auto", "on", "off"], BeforeValidator(_mode)] = Field(
         "auto",

@@ -1,0 +1,92 @@
+"""``hicache-storage mooncake up``: a master and a store on this machine, for development."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from hicache_storage import SettingsError, UnavailableError
+from hicache_storage_mooncake.doctor import doctor
+from hicache_storage_mooncake.processes import Log, start_master, start_owner
+from hicache_storage_mooncake.settings import MIN_SEGMENT_NBYTES, size_nbytes
+
+app = typer.Typer(name="mooncake", help="Try out Mooncake on this machine.", no_args_is_help=True)
+
+
+@app.command()
+def up(
+    port: Annotated[int, typer.Option(help="The master's port.")] = 50051,
+    metrics_port: Annotated[int, typer.Option(help="The master's HTTP port.")] = 9003,
+    store: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory of a store process; 0 for none.")
+    ] = "1gb",
+    log: Annotated[Path | None, typer.Option(help="A file for what the processes say.")] = None,
+) -> None:
+    """Start a master, and a store process, until Ctrl-C; print the settings to use.
+
+    The master listens on loopback. The store, like every Mooncake client, listens on all
+    interfaces: keep it behind a firewall.
+    """
+    nbytes = _store_nbytes(store)
+    done = threading.Event()
+
+    def stop(_: int, __: FrameType | None) -> None:
+        done.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    with ExitStack() as stack:
+        servers = [stack.enter_context(start_master(port, metrics_port, log=Log(log)))]
+        if nbytes:
+            servers.append(stack.enter_context(start_owner(servers[0].address, nbytes, log=Log(log))))
+        settings = {
+            "master_server_address": servers[0].address,
+            "master_metrics_port": metrics_port,
+            "protocol": "tcp",
+            "global_segment_size": 0 if nbytes else "1gb",
+        }
+        print(f"master at {servers[0].address}, its metrics at http://127.0.0.1:{metrics_port}/metrics")
+        print(f"store of {nbytes >> 20} MiB" if nbytes else "no store: each client contributes memory")
+        print("settings:", json.dumps(settings))
+        print(f"  hicache-storage launch-args mooncake --config '{json.dumps(settings)}'")
+        print("Ctrl-C ends it, and all pages with it", flush=True)
+        while not done.wait(0.5):
+            for server in servers:
+                if server.process.poll() is not None:
+                    raise UnavailableError(
+                        f"a process ended by itself (exit {server.process.returncode}); see --log"
+                    )
+        print("stopping", flush=True)
+        started = time.monotonic()
+    print(f"stopped in {time.monotonic() - started:.1f} s")
+
+
+@app.command("doctor")
+def check(
+    master: Annotated[str, typer.Option(help="host:port; default: the settings in the environment.")] = "",
+    metrics_port: Annotated[int | None, typer.Option(help="The master's HTTP port.")] = None,
+) -> None:
+    """Check wheels, RDMA, locked memory and the master; exit status 1 when something is wrong."""
+    findings = doctor(master or None, metrics_port)
+    for what, ok, message in findings:
+        print(f"{'ok  ' if ok else 'FAIL'} {what}: {message}")
+    if not all(ok for _, ok, _ in findings):
+        raise typer.Exit(1)
+
+
+def _store_nbytes(text: str) -> int:
+    try:
+        nbytes = size_nbytes(text)
+    except ValueError as error:
+        raise SettingsError(f"--store: {error}") from None
+    if 0 < nbytes < MIN_SEGMENT_NBYTES:
+        raise SettingsError("--store: at least 16mb, or 0")
+    return nbytes
