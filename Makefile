@@ -5,6 +5,7 @@
 # make sglang-matrix the same on all versions, and docs/sglang.md from it
 # make lint   ruff and mypy
 # make conformance   the suite on a backend     (BACKEND=file, or module:Class of a file in examples/)
+# make conformance-matrix the suite on what there is, and docs/conformance.md from it
 # make bench  the benchmarks behind docs/benchmarks.md
 # The first run sets everything up in .venv: Python >= 3.10 and a package index are all it needs.
 
@@ -16,7 +17,7 @@ PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml) conformance/pypr
 
 SGLANG ?= 0.5.10.post1 0.5.14 0.5.23
 
-.PHONY: demo test test-s3 test-mooncake test-sglang sglang-matrix lint conformance bench clean
+.PHONY: demo test test-s3 test-mooncake test-sglang sglang-matrix lint conformance conformance-matrix bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -49,6 +50,19 @@ lint: $(VENV)/.ready
 BACKEND ?= file
 conformance: $(VENV)/.ready
 	@PYTHONPATH=examples $(BIN)/hicache-conformance --backend $(BACKEND) $(ARGS)
+
+# Backends that fail some case make no error here: the page says which.
+REPORTS := build/reports
+conformance-matrix: $(VENV)/.ready
+	@sh tests_sglang/setup_env.sh 0.5.23 && mkdir -p $(REPORTS)
+	-@PYTHONPATH=examples $(BIN)/hicache-conformance --backend file --seed 1 --json $(REPORTS)/file.json
+	-@PYTHONPATH=examples $(BIN)/hicache-conformance --backend dict_backend:DictStorage --seed 1 \
+		--json $(REPORTS)/dict.json
+	-@PYTHONPATH=tests_sglang:tests_sglang/at_start .venv-sglang-0.5.23/bin/hicache-conformance \
+		--backend sglang:file --set 'file_storage_path={tmp}' --seed 1 --json $(REPORTS)/sglang-file.json
+	@$(BIN)/hicache-conformance compare $(REPORTS)/file.json $(REPORTS)/dict.json $(REPORTS)/sglang-file.json \
+		--markdown $(REPORTS)/matrix.md
+	@sed -i '/^<!-- below: /q' docs/conformance.md && cat $(REPORTS)/matrix.md >> docs/conformance.md
 
 bench: $(VENV)/.ready
 	@$(BIN)/python benchmarks/file_backend.py $(ARGS)

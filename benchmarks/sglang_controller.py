@@ -122,13 +122,16 @@ def pages_after_a_cut(timed: Timed) -> int:
     return int(cache.prefetch(tokens))
 
 
-def spinning_share(timed: Timed, seconds: float) -> float:
-    """Speed of a pure-Python loop while pages are fetched without pause, relative to alone."""
+def spinning_share(timed: Timed, seconds: float) -> tuple[float, float]:
+    """Speed of a pure-Python loop while pages are fetched without pause, relative to alone.
+
+    Also the GB/s of fetching beside it: whoever fetches waits for the GIL after every system call.
+    """
     cache = timed.cache
     tokens = cache.tokens(PAGES, seed=10_002)
     cache.forget()
     cache.store(tokens)
-    count, stop = 0, threading.Event()
+    count, fetches, stop = 0, 0, threading.Event()
 
     def spin() -> None:
         nonlocal count
@@ -150,6 +153,8 @@ def spinning_share(timed: Timed, seconds: float) -> float:
     backend = cache.backend
 
     def fetch() -> None:
+        nonlocal fetches
+        fetches += 1
         if timed.name == "sglang file":
             pages = [controller.storage_host_pool.get_dummy_flat_data_page() for _ in hashes]
             for i, page in enumerate(backend.batch_get(hashes, pages)):
@@ -161,12 +166,14 @@ def spinning_share(timed: Timed, seconds: float) -> float:
     thread.start()
     try:
         alone = rate(lambda: time.sleep(0.01))
+        started = time.perf_counter()
         fetching = rate(fetch)
+        took = time.perf_counter() - started
     finally:
         stop.set()
         thread.join()
         controller.mem_pool_host.free(indices)
-    return fetching / alone
+    return fetching / alone, fetches * PAGES * PAGE_NBYTES / took / 1e9
 
 
 def main() -> None:
@@ -188,11 +195,13 @@ def main() -> None:
         "rounds": options.rounds,
     }
     for timed in backends:
+        share, beside = spinning_share(timed, 3.0)
         rates = {what: round(timed.rate(what), 2) for what in ("backup", "prefetch")}
         figures[timed.name] = {
             **{f"{what}_gb_s": rate for what, rate in rates.items()},
             "pages_after_a_cut": pages_after_a_cut(timed),
-            "spinning_thread_share": round(spinning_share(timed, 3.0), 3),
+            "spinning_thread_share": round(share, 3),
+            "gb_s_beside_it": round(beside, 2),
         }
         timed.cache.close()
         shutil.rmtree(timed.root, ignore_errors=True)

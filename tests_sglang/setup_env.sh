@@ -25,7 +25,7 @@ if [ "$(cat "$venv/.dependencies" 2>/dev/null)" != "$dependencies" ]; then
     echo "$dependencies" >"$venv/.dependencies"
 fi
 
-set -- "$root" "$root/plugins/file"
+set -- "$root" "$root/plugins/file" "$root/conformance"
 editable=$(for project; do echo "$project" && cat "$project/pyproject.toml"; done | cksum)
 if [ "$(cat "$venv/.editable" 2>/dev/null)" != "$editable" ]; then
     for project; do

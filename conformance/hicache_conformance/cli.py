@@ -23,6 +23,7 @@ from hicache_conformance import __version__
 from hicache_conformance.case import Case, SelectionError, select
 from hicache_conformance.html import compare_page, report_page
 from hicache_conformance.junit import junit
+from hicache_conformance.markdown import compare_markdown
 from hicache_conformance.matrix import compare as make_matrix
 from hicache_conformance.report import Report, ReportError, make_report, read_report
 from hicache_conformance.runner import Result, run_cases
@@ -115,6 +116,7 @@ def run(
 def compare_reports(
     reports: Annotated[list[Path], typer.Argument(help="JSON reports.")],
     html: Annotated[Path | None, typer.Option(help="Write the matrix as one HTML page.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the matrix as Markdown.")] = None,
 ) -> None:
     """Set reports of several backends side by side."""
     found = [read_report(path) for path in reports]
@@ -122,6 +124,8 @@ def compare_reports(
     print_matrix(Console(), matrix)
     if html is not None:
         html.write_text(compare_page(found, matrix), encoding="utf-8")
+    if markdown is not None:
+        markdown.write_text(compare_markdown(found), encoding="utf-8")
 
 
 def run_suite(

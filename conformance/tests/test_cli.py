@@ -154,7 +154,10 @@ def test_compare_sets_backends_side_by_side(tmp_path, capsys):
         command("--backend", backend, "--group", "contract", "--seed", "1", "--json", paths[-1])
     capsys.readouterr()
     page = tmp_path / "matrix.html"
-    assert command("compare", *paths, "--html", page) == 0
+    markdown = tmp_path / "matrix.md"
+    assert command("compare", *paths, "--html", page, "--markdown", markdown) == 0
+    assert f"## What `{BROKEN}` fails" in markdown.read_text()
+    assert f"## What `{SOUND}` fails" not in markdown.read_text()
     out = capsys.readouterr().out
     assert "contract.round_trip" in out
     assert "contract.empty_batch" not in out, "rows in which nobody differs are left to the page"
