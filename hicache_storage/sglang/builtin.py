@@ -36,6 +36,9 @@ INSTALL = {
     "tensorcast": "pip install tensorcast",
 }
 
+KEPT_SIZES = 100_000
+"""Sizes of objects remembered for ``get``, over all clients of a backend in this process."""
+
 GENERIC = ("file",)
 """Backends that implement only the tensor interface; SGLang itself names the others in a list."""
 
@@ -102,7 +105,8 @@ def builtin_backend(name: str) -> type[HiCacheStorage]:
     if name not in known:
         raise SettingsError(f"SGLang has no backend {name!r}; it has {', '.join(known)}")
     kind = GenericBuiltin if name in GENERIC else ZeroCopyBuiltin
-    return type(f"SGLang_{name}", (kind,), {"name": name, "__doc__": f"SGLang's own backend {name!r}."})
+    members = {"name": name, "_sizes": {}, "__doc__": f"SGLang's own backend {name!r}."}
+    return type(f"SGLang_{name}", (kind,), members)
 
 
 class Builtin(HiCacheStorage):
@@ -111,12 +115,12 @@ class Builtin(HiCacheStorage):
     Settings = BuiltinSettings
     capabilities = Capabilities(persistent=True, shared=True, clear=True)
     name: ClassVar[str]
+    _sizes: ClassVar[dict[str, int]]
 
     def __init__(self, settings: BuiltinSettings, namespace: Namespace) -> None:
         super().__init__(settings, namespace)
         from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-        self._sizes: dict[str, int] = {}
         self._pool = StandInPool(settings.page_nbytes)
         config = storage_config(namespace, dict(settings.model_extra or {}))
         try:
@@ -129,12 +133,14 @@ class Builtin(HiCacheStorage):
             raise SettingsError(f"sglang:{self.name} does not open with these settings: {error}") from error
 
     def get(self, key: str) -> ReadableBuffer | None:
-        """SGLang's backends read into memory of a known size: that of the last ``set`` of this key.
+        """SGLang's backends read into memory of a known size: the one this process last moved.
 
-        Raises UnsupportedError when this client never stored the key and no ``page_nbytes`` is set.
+        Raises UnsupportedError for a key that is there when neither that nor ``page_nbytes`` is known.
         """
         nbytes = self._sizes.get(key, self.settings.page_nbytes)
         if not nbytes:
+            if not self.exists(key):
+                return None
             raise UnsupportedError(f"sglang:{self.name} cannot read {key}: its size is not known")
         value = bytearray(nbytes)
         status = self.batch_get_into([key], [[Buffer.of(value)]])[0]
@@ -147,7 +153,6 @@ class Builtin(HiCacheStorage):
         page = [Buffer.of(bytearray(value))]
         if not self.batch_set_from([key], [page])[0]:
             raise UnavailableError(f"sglang:{self.name} did not store {key}")
-        self._sizes[key] = value.nbytes
 
     def batch_exists(self, keys: Sequence[str]) -> list[bool]:
         """SGLang's backends count a leading run, so the answer for what follows a gap is asked anew."""
@@ -159,6 +164,11 @@ class Builtin(HiCacheStorage):
             if len(found) < len(names):
                 found.append(False)
         return found[: len(names)]
+
+    def _remember(self, keys: Sequence[str], pages: Sequence[Page]) -> None:
+        self._sizes.update((key, page_nbytes(page)) for key, page in zip(keys, pages, strict=True))
+        while len(self._sizes) > KEPT_SIZES:
+            self._sizes.pop(next(iter(self._sizes)))
 
     def clear(self) -> None:
         self.backend.clear()
@@ -187,6 +197,7 @@ class GenericBuiltin(Builtin):
 
     def batch_set_from(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
         check_batch(keys, pages)
+        self._remember(keys, pages)
         import torch
 
         from hicache_storage.sglang.pool_pages import flat_bytes
@@ -216,6 +227,7 @@ class ZeroCopyBuiltin(Builtin):
 
     def batch_set_from(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
         check_batch(keys, pages)
+        self._remember(keys, pages)
         return self._move(self.backend.batch_set_v1, keys, pages, Status.FAILED)
 
     def _move(self, call: Any, keys: Sequence[str], pages: Sequence[Page], failed: Status) -> list[Status]:
