@@ -8,7 +8,9 @@ from hicache_conformance.pages import GuardedPages
 from hicache_conformance.reference import ReferenceStorage
 from hicache_storage import Capabilities, CorruptError, Namespace, Status
 from hicache_storage.header import PLAIN_NBYTES, header_nbytes, unpack
+from hicache_storage.layers.faults import FaultPlan, FaultsLayer
 from hicache_storage.layers.integrity import IntegrityLayer
+from hicache_storage.page_hook import page_work
 
 SPACE = Namespace(model="m")
 KEYS = SPACE.keys([f"page{i}" for i in range(4)])
@@ -158,3 +160,46 @@ def test_batches_larger_than_one_thread_hashes_are_verified_too(inner, storage):
     raw[-1] ^= 1
     inner.store[KEYS[3]] = bytes(raw)
     assert storage.batch_get_into(KEYS, memory.pages)[2:] == [Status.OK, Status.CORRUPT]
+
+
+class Hooked(ReferenceStorage):
+    """Runs the page hook as a fast backend does, and counts it."""
+
+    capabilities = Capabilities(delete=True, page_hook=True)
+    ran = 0
+
+    def batch_get_into(self, keys, pages):
+        work = page_work()
+        statuses = super().batch_get_into(keys, pages)
+        for i, status in enumerate(statuses):
+            if status:
+                work(i)
+                self.ran += 1
+        return statuses
+
+    def batch_set_from(self, keys, pages):
+        work = page_work()
+        for i in range(len(keys)):
+            work(i)
+        return super().batch_set_from(keys, pages)
+
+
+def test_a_backend_with_the_page_hook_is_verified_in_it():
+    inner = Hooked(None, SPACE)
+    memory = GuardedPages(4, [100, 28])
+    memory.fill(seed=3)
+    with IntegrityLayer(inner) as layer:
+        assert all(layer.batch_set_from(KEYS, memory.pages))
+        inner.store[KEYS[2]] = inner.store[KEYS[1]]
+        assert layer.batch_get_into(KEYS, memory.pages) == [Status.OK, Status.OK, Status.CORRUPT, Status.OK]
+        assert inner.ran == 4
+        assert page_work()(0) is None, "the hook ended with the call"
+
+
+def test_a_layer_in_between_switches_the_hook_off_because_it_may_change_pages():
+    inner = Hooked(None, SPACE)
+    memory = GuardedPages(4, [100, 28])
+    memory.fill(seed=3)
+    with IntegrityLayer(FaultsLayer(inner, FaultPlan(flip_rate=1))) as layer:
+        assert all(layer.batch_set_from(KEYS, memory.pages))
+        assert layer.batch_get_into(KEYS, memory.pages) == [Status.CORRUPT] * 4
