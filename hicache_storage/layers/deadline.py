@@ -114,7 +114,6 @@ class DeadlineLayer(Layer):
         """Run a batch in a thread of ours; pages are touched only while their caller waits."""
         assert self._pool is not None
         statuses = [Status.TIMED_OUT] * len(pages)
-
         sizes = [page_nbytes(page) for page in pages]
 
         def work(lease: Lease) -> None:

@@ -74,13 +74,12 @@ class HeaderArena:
 
 
 class IntegrityLayer(Layer):
-    """Adds and verifies the header. ``on_corrupt`` is told how many objects of a call were bad."""
+    """Adds and verifies the header."""
 
-    def __init__(self, inner: HiCacheStorage, on_corrupt: Callable[[int], None] | None = None) -> None:
+    def __init__(self, inner: HiCacheStorage) -> None:
         super().__init__(inner)
         self._arena = HeaderArena(inner)
         self._hashers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "hicache-checksum")
-        self._on_corrupt = on_corrupt
 
     def get(self, key: str) -> ReadableBuffer | None:
         raw = self.inner.get(key)
@@ -102,11 +101,11 @@ class IntegrityLayer(Layer):
     def batch_get_into(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
         check_batch(keys, pages)
         sizes = [page_nbytes(page) for page in pages]
-        false = [False] * len(keys)
+        proved: list[bool | None] = [None] * len(keys)
         with self._arena.headers([self._header_nbytes(size) for size in sizes]) as headers:
 
             def verify(i: int) -> None:
-                false[i] = headers[i].view != pack(keys[i], views(pages[i]), headers[i].nbytes)
+                proved[i] = headers[i].view == pack(keys[i], views(pages[i]), headers[i].nbytes)
 
             objects = _with_headers(headers, pages)
             if self.inner.capabilities.page_hook:
@@ -114,10 +113,16 @@ class IntegrityLayer(Layer):
                     statuses = self.inner.batch_get_into(keys, objects)
             else:
                 statuses = self.inner.batch_get_into(keys, objects)
-                self._each(verify, [i for i, status in enumerate(statuses) if status], sizes)
+            # whatever a hook left out: a page that nobody looked at is not proved
+            unseen = [
+                i
+                for i, (status, seen) in enumerate(zip(statuses, proved, strict=True))
+                if status and seen is None
+            ]
+            self._each(verify, unseen, sizes)
         statuses = [
-            Status.CORRUPT if status and lies else status
-            for status, lies in zip(statuses, false, strict=True)
+            Status.CORRUPT if status and not true else status
+            for status, true in zip(statuses, proved, strict=True)
         ]
         corrupt = [key for key, status in zip(keys, statuses, strict=True) if status is Status.CORRUPT]
         if corrupt:
@@ -151,7 +156,7 @@ class IntegrityLayer(Layer):
         return header_nbytes(payload_nbytes, self.capabilities.alignment)
 
     def _each(self, work: Callable[[int], None], numbers: Sequence[int], sizes: Sequence[int]) -> None:
-        if sum(sizes) < PARALLEL_NBYTES:
+        if sum(sizes[i] for i in numbers) < PARALLEL_NBYTES:
             for i in numbers:
                 work(i)
         else:
@@ -160,8 +165,6 @@ class IntegrityLayer(Layer):
 
     def _discard(self, keys: Sequence[str]) -> None:
         logger.warning("%d corrupt objects will be written anew, the first is %s", len(keys), keys[0])
-        if self._on_corrupt is not None:
-            self._on_corrupt(len(keys))
         if not self.capabilities.delete:
             return  # by contract such a backend overwrites on set
         try:

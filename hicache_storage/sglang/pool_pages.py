@@ -63,11 +63,6 @@ class PoolPages:
         """The layout in force, by SGLang's name."""
         return str(getattr(self._pool, "layout", "?"))
 
-    @property
-    def pinned(self) -> bool:
-        """Whether L2 is pinned memory."""
-        return bool(getattr(self._pool, "pin_memory", False))
-
     def names(self, hashes: Sequence[str]) -> list[str]:
         """The page names of these hashes in this pool."""
         return [f"{page_hash}{self._suffix}" for page_hash in hashes]
