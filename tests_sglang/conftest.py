@@ -4,6 +4,7 @@ import cpu_stubs
 
 cpu_stubs.install()
 
+import json  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -11,6 +12,27 @@ from typing import Any  # noqa: E402
 import pytest  # noqa: E402
 
 from real_cache import RealCache  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Which backend test_any_backend.py asks; the file plugin in a fresh directory by default."""
+    parser.addoption("--backend", default="file", help="name of the backend of test_any_backend.py")
+    parser.addoption("--set", action="append", metavar="K=V", help="a setting; {tmp} is a fresh directory")
+
+
+@pytest.fixture
+def any_backend(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """``backend`` and the settings that the command line gives it."""
+    name = request.config.getoption("--backend")
+    given = request.config.getoption("--set") or (["root={tmp}"] if name == "file" else [])
+    settings: dict[str, Any] = {"backend": name}
+    for assignment in given:
+        key, _, text = assignment.replace("{tmp}", str(tmp_path)).partition("=")
+        try:
+            settings[key] = json.loads(text)
+        except ValueError:
+            settings[key] = text
+    return settings
 
 
 @pytest.fixture

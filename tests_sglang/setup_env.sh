@@ -1,7 +1,8 @@
 #!/bin/sh
 # usage: setup_env.sh VERSION
 # Makes .venv-sglang-VERSION at the repository root: the real sglang of that version, CPU torch,
-# and this repository's distributions in editable form. Does nothing when all of it is there.
+# the clients that our plugins need, and this repository's distributions in editable form. Does
+# nothing when all of it is there.
 set -eu
 
 version=${1:?"usage: setup_env.sh VERSION"}
@@ -25,7 +26,15 @@ if [ "$(cat "$venv/.dependencies" 2>/dev/null)" != "$dependencies" ]; then
     echo "$dependencies" >"$venv/.dependencies"
 fi
 
-set -- "$root" "$root/plugins/file" "$root/conformance"
+clients=$(cat "$root"/plugins/*/requirements.txt)
+if [ "$(cat "$venv/.clients" 2>/dev/null)" != "$clients" ]; then
+    for plugin in "$root"/plugins/*/requirements.txt; do
+        pip install --no-deps -r "$plugin"
+    done
+    echo "$clients" >"$venv/.clients"
+fi
+
+set -- "$root" "$root"/plugins/* "$root/conformance"
 editable=$(for project; do echo "$project" && cat "$project/pyproject.toml"; done | cksum)
 if [ "$(cat "$venv/.editable" 2>/dev/null)" != "$editable" ]; then
     for project; do
