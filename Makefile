@@ -34,6 +34,7 @@ test-sglang:
 	done
 
 test-s3 test-mooncake: test-%: $(VENV)/.ready
+	@sh .ci/apt.sh plugins/$*/apt.txt
 	@$(BIN)/pip install -q --disable-pip-version-check --no-deps -r plugins/$*/requirements.txt
 	@$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e plugins/$*
 	@$(BIN)/pytest -q $(ARGS) plugins/$*
