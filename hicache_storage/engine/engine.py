@@ -98,7 +98,7 @@ class TierEngine:
             prefetch_policy, prefetch_threshold, prefetch_timeout_base, prefetch_timeout_per_ki_token
         )
         torch_device = find_device(device)
-        layout = find_layout(mem_layout)
+        layout = find_layout(mem_layout, shape.attention)
         check_io_backend(io_backend)
         l1_slots, l2_slots = pool_slots(page_size, self.page_nbytes, l1_tokens, hicache_ratio, hicache_size)
         l1 = DevicePool(shape, page_size, l1_slots, torch_device)

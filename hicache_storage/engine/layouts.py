@@ -6,8 +6,11 @@ the bytes of its object all follow from where the ``page`` axis stands::
     layer_first         kv layer PAGE token head dim     2 x layers pieces a page (MLA: layers)
     page_first          kv PAGE token layer head dim     2 pieces (MLA: 1)
     page_first_direct   kv PAGE layer token head dim     2 pieces (MLA: 1)
+    page_head           kv PAGE head token layer dim     2 pieces (no MLA: it has one head)
 
 The names and orders are SGLang's (``mem_cache/pool_host``). MLA has a ``kv`` axis of size 1.
+In ``page_head`` the heads of a page are neighbours, so that ranks with fewer heads each read theirs
+as one run of the same bytes.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ class Layout:
 
     name: str
     axes: tuple[str, ...]
+    attentions: tuple[str, ...] = ("mha", "mla")
+    """Whose KV has this layout in SGLang."""
 
     @property
     def object_layout(self) -> str:
@@ -54,12 +59,23 @@ class Layout:
 LAYER_FIRST = Layout("layer_first", ("kv", "layer", "page", "token", "head", "dim"))
 PAGE_FIRST = Layout("page_first", ("kv", "page", "token", "layer", "head", "dim"))
 PAGE_FIRST_DIRECT = Layout("page_first_direct", ("kv", "page", "layer", "token", "head", "dim"))
+PAGE_HEAD = Layout("page_head", ("kv", "page", "head", "token", "layer", "dim"), attentions=("mha",))
 
-LAYOUTS = {layout.name: layout for layout in (LAYER_FIRST, PAGE_FIRST, PAGE_FIRST_DIRECT)}
+LAYOUTS = {layout.name: layout for layout in (LAYER_FIRST, PAGE_FIRST, PAGE_FIRST_DIRECT, PAGE_HEAD)}
 
 
-def find_layout(name: str) -> Layout:
-    """The layout called ``name``. Raises SettingsError naming the choices."""
+def find_layout(name: str, attention: str | None = None) -> Layout:
+    """The layout called ``name``, which KV of ``attention`` (None: any) can have.
+
+    Raises SettingsError naming the choices, or why there is no such layout for the attention.
+    """
     if name not in LAYOUTS:
         raise SettingsError(f"mem_layout {name!r} is none of: {', '.join(LAYOUTS)}")
-    return LAYOUTS[name]
+    layout = LAYOUTS[name]
+    if attention is not None and attention not in layout.attentions:
+        choices = [other.name for other in LAYOUTS.values() if attention in other.attentions]
+        raise SettingsError(
+            f"mem_layout {name} orders a page by KV heads, which {attention} has not; "
+            f"choose one of: {', '.join(choices)}"
+        )
+    return layout

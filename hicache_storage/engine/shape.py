@@ -94,13 +94,14 @@ class KVShape:
     def namespace(self, page_size: int, mem_layout: str, **identity: Any) -> Namespace:
         """The identity of pages of this shape; ``identity`` adds fields such as ``model=``.
 
-        Memory layouts that store the same bytes get the same identity and share pages.
+        Memory layouts that store the same bytes get the same identity and share pages. Raises
+        SettingsError for a layout that this shape cannot have.
         """
         is_mha = self.attention == "mha"
         return Namespace(
             attention=self.attention,
             dtype=self.dtype,
-            object_layout=find_layout(mem_layout).object_layout,
+            object_layout=find_layout(mem_layout, self.attention).object_layout,
             page_size=page_size,
             layers=(0, self.layers),
             heads=self.heads,

@@ -9,12 +9,19 @@ import torch
 from hicache_storage import SettingsError
 from hicache_storage.buffers import gather
 from hicache_storage.engine import LAYOUTS, KVShape
-from hicache_storage.engine.layouts import LAYER_FIRST, PAGE_FIRST, PAGE_FIRST_DIRECT, find_layout
+from hicache_storage.engine.layouts import LAYER_FIRST, PAGE_FIRST, PAGE_FIRST_DIRECT, PAGE_HEAD, find_layout
 from hicache_storage.engine.pools import DevicePool, HostPool, pool_slots
 from hicache_storage.engine.transfer import CudaTransfer, open_transfer
+from hicache_storage.sglang.identity import AXES
 
 CPU = torch.device("cpu")
 SHAPES = ["mha:3x2x8:bf16", "mla:3x64:bf16", "mha:2x3x3:fp8_e4m3", "mla:2x9:fp16"]
+SHAPES_AND_LAYOUTS = [
+    pytest.param(shape, layout, id=f"{shape}-{layout.name}")
+    for shape in SHAPES
+    for layout in LAYOUTS.values()
+    if shape[:3] in layout.attentions
+]
 
 
 def numbered(pool):
@@ -35,6 +42,7 @@ def stored(pool, slot):
         (LAYER_FIRST, "kv layer token head dim"),
         (PAGE_FIRST_DIRECT, "kv layer token head dim"),
         (PAGE_FIRST, "kv token layer head dim"),
+        (PAGE_HEAD, "kv head token layer dim"),
     ],
 )
 def test_the_stored_bytes_of_a_page_are_its_axes_in_the_order_of_the_layout(shape, layout, axes):
@@ -51,11 +59,20 @@ def test_the_stored_bytes_of_a_page_are_its_axes_in_the_order_of_the_layout(shap
 def test_a_page_has_as_many_pieces_as_sglang_gives_it(shape, kv):
     shape = KVShape.parse(shape)
     pieces = {name: len(HostPool(shape, 4, 5, layout, CPU).page(0)) for name, layout in LAYOUTS.items()}
-    assert pieces == {"layer_first": kv * 3, "page_first": kv, "page_first_direct": kv}
+    assert pieces == {"layer_first": kv * 3, "page_first": kv, "page_first_direct": kv, "page_head": kv}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+def test_the_stored_order_of_axes_is_what_the_sglang_adapter_reads_off_the_same_layout(layout):
+    assert AXES["mha", layout.name] == layout.object_layout
+    if "mla" in layout.attentions:  # which has neither a kv nor a head axis there
+        axes = [axis for axis in layout.object_layout.split(",") if axis not in ("kv", "head")]
+        assert AXES["mla", layout.name] == ",".join(axes)
+    else:
+        assert ("mla", layout.name) not in AXES
+
+
+@pytest.mark.parametrize(("shape", "layout"), SHAPES_AND_LAYOUTS)
 def test_the_pages_of_a_pool_are_its_allocation_once_over(shape, layout):
     pool = HostPool(KVShape.parse(shape), 4, 5, layout, CPU)
     pieces = sorted((b.address, b.end) for slot in range(5) for b in pool.page(slot))
@@ -66,8 +83,7 @@ def test_the_pages_of_a_pool_are_its_allocation_once_over(shape, layout):
     assert "pageable" in pool.memory_kind
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+@pytest.mark.parametrize(("shape", "layout"), SHAPES_AND_LAYOUTS)
 def test_copies_move_the_pages_they_name_and_no_others(shape, layout):
     shape = KVShape.parse(shape)
     l1, l2 = DevicePool(shape, 4, 6, CPU), HostPool(shape, 4, 9, layout, CPU)

@@ -38,11 +38,17 @@ def test_a_shape_that_is_wrong_says_why(text, complaint):
 
 def test_layouts_share_pages_exactly_when_they_store_the_same_bytes():
     shape = KVShape.parse("mha:2x2x8:bf16")
-    layer_first, direct, page_first = (
+    layer_first, direct, page_first, page_head = (
         shape.namespace(16, layout, model="m").digest
-        for layout in ("layer_first", "page_first_direct", "page_first")
+        for layout in ("layer_first", "page_first_direct", "page_first", "page_head")
     )
-    assert layer_first == direct != page_first
+    assert layer_first == direct
+    assert len({direct, page_first, page_head}) == 3
+
+
+def test_a_layout_by_heads_is_refused_where_there_are_none():
+    with pytest.raises(SettingsError, match="page_head orders a page by KV heads, which mla has not; choose"):
+        KVShape.parse("mla:2x8:bf16").namespace(16, "page_head")
 
 
 def test_every_axis_of_a_shape_is_part_of_the_identity():
