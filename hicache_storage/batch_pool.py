@@ -108,16 +108,17 @@ class BatchPool:
         for thread in self._threads:
             thread.start()
 
-    def run(self, count: int, work: Work) -> list[Status]:
+    def run(self, count: int, work: Work, width: int | None = None) -> list[Status]:
         """Do pages 0..count-1 and answer for each, by ``time_left()`` at the latest.
 
         A page that is not done by then is TIMED_OUT, and its work cannot touch the page any more.
+        At most ``width`` threads work on it, all of them by default.
         """
         batch = _Batch(count, work)
         with self._lock:
             if self._closed:
                 raise ClosedError("the storage is closed")
-            for _ in range(min(count, len(self._threads))):
+            for _ in range(min(count, width or count, len(self._threads))):
                 self._queue.put(batch)
         if count == 0:
             return []

@@ -14,6 +14,13 @@ from typing import Any, TypeAlias
 
 _CHAR = ctypes.c_char
 
+_GIL_NBYTES = 64 << 10
+"""Getting the GIL back from a busy thread takes longer than copying fewer bytes than this."""
+
+_memmove = ctypes.PyDLL(None).memmove
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = ctypes.c_void_p
+
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
@@ -86,12 +93,22 @@ def gather(page: Page) -> memoryview:
     return memoryview(b"".join(views(page)))
 
 
-def gather_into(page: Page, target: memoryview) -> None:
-    """Copy the page's bytes in order to the start of ``target``."""
-    offset = 0
-    for buffer in page:
-        target[offset : offset + buffer.nbytes] = buffer.view
-        offset += buffer.nbytes
+def copy(source: Page, target: Page) -> None:
+    """Copy the bytes of one scatter list to another of the same size, however each is cut.
+
+    Other threads run meanwhile where a piece is large enough for that to pay.
+    """
+    pieces = iter(target)
+    at, room = 0, 0
+    for buffer in source:
+        address, left = buffer.address, buffer.nbytes
+        while left:
+            while not room:
+                piece = next(pieces)
+                at, room = piece.address, piece.nbytes
+            count = min(left, room)
+            (_memmove if count < _GIL_NBYTES else ctypes.memmove)(at, address, count)
+            address, left, at, room = address + count, left - count, at + count, room - count
 
 
 def scatter(value: Any, page: Page) -> None:

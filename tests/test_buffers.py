@@ -1,10 +1,13 @@
 """Memory is described, never copied."""
 
 import mmap
+import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hicache_storage.buffers import Buffer, gather, gather_into, page_nbytes, scatter
+from hicache_storage.buffers import Buffer, copy, gather, page_nbytes, scatter
 
 
 def test_a_view_is_the_memory_itself():
@@ -41,9 +44,6 @@ def test_gather_and_scatter_keep_the_order_of_the_buffers():
     page = [Buffer.of(part) for part in parts]
     assert bytes(gather(page)) == b"abcdefg"
     assert page_nbytes(page) == 7
-    target = bytearray(9)
-    gather_into(page, memoryview(target))
-    assert target == b"abcdefg\0\0"
     scatter(b"7654321", page)
     assert parts == [b"765", b"", b"4321"]
 
@@ -53,3 +53,19 @@ def test_gathering_one_buffer_copies_nothing():
     view = gather([Buffer.of(memory)])
     view[0] = 7
     assert memory[0] == 7
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), max_size=6),
+    others=st.lists(st.integers(0, 9), max_size=6),
+    large=st.booleans(),
+)
+def test_copying_keeps_every_byte_however_the_two_lists_are_cut(sizes, others, large):
+    unit = 16 << 10 if large else 1
+    rest = sum(sizes) - sum(others)
+    sizes, others = [*sizes, max(0, -rest)], [*others, max(0, rest)]
+    content = random.Random(1).randbytes(sum(sizes) * unit)
+    source, target = ([bytearray(size * unit) for size in cut] for cut in (sizes, others))
+    scatter(content, [Buffer.of(piece) for piece in source])
+    copy([Buffer.of(piece) for piece in source], [Buffer.of(piece) for piece in target])
+    assert b"".join(target) == content

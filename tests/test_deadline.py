@@ -10,7 +10,7 @@ from hicache_storage import DeadlineError, Namespace, Status, UnavailableError, 
 from hicache_storage.batch_pool import BatchPool
 from hicache_storage.bounce import BOUNCE_NBYTES
 from hicache_storage.deadline import deadline
-from hicache_storage.errors import ClosedError
+from hicache_storage.errors import ClosedError, InvalidKeyError
 from hicache_storage.layers.deadline import DeadlineLayer, Deadlines
 
 FAST = Deadlines(exists=0.1, get=0.1, set=0.1)
@@ -123,6 +123,32 @@ def test_a_page_larger_than_the_bounce_memory_moves_too(inner, patient):
     memory.fill(seed=2)
     assert all(patient.batch_set_from(["a"], memory.pages))
     assert inner.store["a"] == memory.content(0)
+
+
+def test_an_error_in_one_part_of_a_large_batch_costs_that_part_only(inner, patient):
+    memory = GuardedPages(4, [BOUNCE_NBYTES])
+    memory.fill(seed=2)
+    put = inner.batch_set_from
+
+    def fail_for_c(keys, pages):
+        if "c" in keys:
+            raise UnavailableError("down")
+        return put(keys, pages)
+
+    inner.batch_set_from = fail_for_c
+    statuses = patient.batch_set_from(list("abcd"), memory.pages)
+    assert statuses == [Status.OK, Status.OK, Status.FAILED, Status.OK]
+
+
+def test_the_callers_own_mistake_in_one_part_is_told(inner, patient):
+    memory = GuardedPages(3, [BOUNCE_NBYTES])
+
+    def refuse(keys, pages):
+        raise InvalidKeyError("no key of ours")
+
+    inner.batch_get_into = refuse
+    with pytest.raises(InvalidKeyError):
+        patient.batch_get_into(list("abc"), memory.pages)
 
 
 def test_close_does_not_wait_for_a_hung_backend(inner):

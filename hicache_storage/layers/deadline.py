@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from hicache_storage.batch_pool import BatchPool, Lease
 from hicache_storage.bounce import BounceMemory, cut
-from hicache_storage.buffers import Page, gather_into, page_nbytes, scatter
+from hicache_storage.buffers import Page, copy, page_nbytes
 from hicache_storage.deadline import deadline
-from hicache_storage.errors import DeadlineError
+from hicache_storage.errors import ClosedError, DeadlineError, RequestError, StorageError
 from hicache_storage.layers.layer import Layer
 from hicache_storage.storage import HiCacheStorage, ReadableBuffer, Status, check_batch
 
@@ -111,28 +110,50 @@ class DeadlineLayer(Layer):
     def _through_bounce(
         self, direction: Literal["get", "set"], keys: Sequence[str], pages: Sequence[Page]
     ) -> list[Status]:
-        """Run a batch in a thread of ours; pages are touched only while their caller waits."""
+        """Run a batch in threads of ours; pages are touched only while their caller waits.
+
+        Two threads share its parts, so that one copies while the other is in the backend.
+        """
         assert self._pool is not None
         statuses = [Status.TIMED_OUT] * len(pages)
         sizes = [page_nbytes(page) for page in pages]
+        parts = list(cut(sizes))
+        failed: dict[int, StorageError] = {}
+        fatal: list[Exception] = []
 
-        def work(lease: Lease) -> None:
-            for part in cut(sizes):
-                mine = self._bounces.pages(sizes[part])
-                bounced = [(buffer,) for buffer in mine]
-                if direction == "set":
+        def work(number: int, lease: Lease) -> Status:
+            try:
+                move(parts[number], lease)
+            except DeadlineError:
+                return Status.TIMED_OUT  # as its pages already say; what was done in time stands
+            except (RequestError, ClosedError) as error:
+                fatal.append(error)
+            except StorageError as error:
+                failed[number] = error
+            except Exception as error:
+                fatal.append(error)
+            return Status.OK
+
+        def move(part: slice, lease: Lease) -> None:
+            mine = self._bounces.pages(sizes[part])
+            bounced = [(buffer,) for buffer in mine]
+            if direction == "set":
+                for page, bounce in zip(pages[part], bounced, strict=True):
                     with lease.held():
-                        for page, buffer in zip(pages[part], mine, strict=True):
-                            gather_into(page, buffer.view)
-                    got = self.inner.batch_set_from(keys[part], bounced)
-                else:
-                    got = self.inner.batch_get_into(keys[part], bounced)
+                        copy(page, bounce)
+                got = self.inner.batch_set_from(keys[part], bounced)
+            else:
+                got = self.inner.batch_get_into(keys[part], bounced)
+            for i, status, bounce in zip(range(part.start, part.stop), got, bounced, strict=True):
                 with lease.held():
-                    for i, status, buffer in zip(range(part.start, part.stop), got, mine, strict=True):
-                        if status and direction == "get":
-                            scatter(buffer.view, pages[i])
-                        statuses[i] = status
+                    if status and direction == "get":
+                        copy(bounce, pages[i])
+                    statuses[i] = status
 
-        with suppress(DeadlineError):  # what was done in time stands; the rest says TIMED_OUT
-            self._pool.call(work)
+        self._pool.run(len(parts), work, width=2)
+        if fatal or (failed and len(failed) == len(parts)):
+            raise (fatal or list(failed.values()))[0]
+        for number, error in list(failed.items()):
+            part = parts[number]
+            statuses[part] = [Status.of(error)] * (part.stop - part.start)
         return statuses

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hicache_storage.buffers import Buffer, Page, gather_into, page_nbytes, scatter
+from hicache_storage.buffers import Buffer, Page, copy, page_nbytes
 from hicache_storage.errors import SettingsError, UnavailableError, UnsupportedError
 from hicache_storage.namespace import Namespace
 from hicache_storage.storage import Capabilities, HiCacheStorage, ReadableBuffer, Status, check_batch
@@ -192,7 +192,7 @@ class GenericBuiltin(Builtin):
         got = self.backend.batch_get(_flat(keys), targets)
         for page, target, tensor in zip(pages, targets, got, strict=True):
             if tensor is not None:
-                scatter(flat_bytes(target).view, page)
+                copy([flat_bytes(target)], page)
         return [Status.MISSING if tensor is None else Status.OK for tensor in got]
 
     def batch_set_from(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
@@ -204,7 +204,7 @@ class GenericBuiltin(Builtin):
 
         tensors = [torch.empty(page_nbytes(page), dtype=torch.uint8) for page in pages]
         for page, tensor in zip(pages, tensors, strict=True):
-            gather_into(page, flat_bytes(tensor).view)
+            copy(page, [flat_bytes(tensor)])
         stored = [self.backend.set(k, tensor) for k, tensor in zip(_flat(keys), tensors, strict=True)]
         return [Status.OK if done is True else Status.FAILED for done in stored]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hicache_storage import Page, Status, page_nbytes
-from hicache_storage.buffers import gather, scatter
+from hicache_storage.buffers import copy
 
 MAX_BUFFERS = 16_384
 """Most buffers in one call of Mooncake; several threads together stay below its queue of 65,535."""
@@ -44,5 +44,5 @@ def copied(source: Page, target: Page, status: Status) -> Status:
     if status and page_nbytes(source) != page_nbytes(target):
         return Status.CORRUPT
     if status:
-        scatter(gather(source), target)
+        copy(source, target)
     return status
