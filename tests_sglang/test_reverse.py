@@ -58,6 +58,7 @@ def test_the_engine_runs_on_sglangs_file_backend(storage_dir: Path) -> None:
             64,
             l1_tokens=512,
             mem_layout="page_first",
+            io_backend="kernel",
             prefetch_policy="wait_complete",
             storage=storage,
         )

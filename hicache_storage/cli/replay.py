@@ -56,7 +56,9 @@ def replay(
     mem_layout: Annotated[
         str, typer.Option(help="Layout of L2: layer_first, page_first or page_first_direct.")
     ] = "page_first_direct",
-    io_backend: Annotated[str, typer.Option(help="How L1 and L2 exchange pages: direct.")] = "direct",
+    io_backend: Annotated[
+        str, typer.Option(help="How L1 and L2 exchange pages: direct or kernel.")
+    ] = "direct",
     prefetch_policy: Annotated[
         str, typer.Option(help="How long a request waits for L3: best_effort, wait_complete or timeout.")
     ] = "wait_complete",
@@ -88,7 +90,7 @@ def replay(
             raise SettingsError("the engine needs torch: pip install 'hicache-storage[engine]'")
         import torch
 
-        from hicache_storage.engine import KVShape, TierEngine
+        from hicache_storage.engine import EngineOptions, KVShape, TierEngine, resolve
 
         torch.set_num_threads(1)  # copies are small, and the other cores are the storage's
         requests = _requests(trace, seed, max_requests, page_size)
@@ -97,26 +99,23 @@ def replay(
         longest = max(request.length for request in requests) // page_size * page_size
         if l1_tokens is not None and l1_tokens < longest:
             raise SettingsError(f"l1_tokens {l1_tokens} do not hold the longest request; it needs {longest}")
+        given: dict[str, Any] = {
+            "l1_tokens": l1_tokens or max(2 * longest, page_size),
+            "device": device,
+            "hicache_ratio": hicache_ratio,
+            "hicache_size": hicache_size,
+            "mem_layout": mem_layout,
+            "io_backend": io_backend,
+            "write_policy": write_policy,
+            "prefetch_policy": prefetch_policy,
+            "prefetch_threshold": page_size if prefetch_threshold is None else prefetch_threshold,
+            "backup_wait": _BACKUP_WAIT,
+        }
+        options, _ = resolve(EngineOptions(page_size, **given))
         storage = stack.enter_context(
-            _storage(backend, config, assignments or [], shape, page_size, mem_layout)
+            _storage(backend, config, assignments or [], shape, page_size, options.mem_layout)
         )
-        engine = stack.enter_context(
-            TierEngine(
-                shape,
-                page_size,
-                l1_tokens=l1_tokens or max(2 * longest, page_size),
-                device=device,
-                hicache_ratio=hicache_ratio,
-                hicache_size=hicache_size,
-                mem_layout=mem_layout,
-                io_backend=io_backend,
-                write_policy=write_policy,
-                prefetch_policy=prefetch_policy,
-                prefetch_threshold=page_size if prefetch_threshold is None else prefetch_threshold,
-                backup_wait=_BACKUP_WAIT,
-                storage=storage,
-            )
-        )
+        engine = stack.enter_context(TierEngine(shape, page_size, storage=storage, **given))
         _announce(str(trace or f"generated workload, seed {seed}"), len(requests), engine, backend)
         rows, summary, finished = _run(engine, requests, queue)
         _conclude(rows, summary, engine.stats, out)
@@ -255,7 +254,9 @@ def _progress() -> Progress:
 def _announce(source: str, count: int, engine: TierEngine, backend: str) -> None:
     typer.echo(f"{source}: {count} requests; {engine.shape}, {engine.page_size} tokens a page")
     l1, l2 = engine.l1_nbytes / 1e6, engine.l2_nbytes / 1e6
-    typer.echo(f"L1 {l1:.1f} MB on {engine.device}; L2 {l2:.1f} MB, {engine.memory_kind}; L3 {backend}")
+    typer.echo(
+        f"L1 {l1:.1f} MB on {engine.options.device}; L2 {l2:.1f} MB, {engine.memory_kind}; L3 {backend}"
+    )
 
 
 def _conclude(rows: list[Row], summary: Summary, stats: EngineStats, out: Path | None) -> None:

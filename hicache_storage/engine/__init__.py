@@ -1,14 +1,20 @@
 """The reference tier engine: HiCache's three tiers without a model. Needs torch (``[engine]``)."""
 
-from hicache_storage.engine.engine import Prefetch, TierEngine
+from hicache_storage.engine.compute import Compute, Work
+from hicache_storage.engine.engine import TierEngine
 from hicache_storage.engine.layouts import LAYOUTS
+from hicache_storage.engine.options import COPIED_BY, EngineOptions, resolve
 from hicache_storage.engine.oracle import Oracle
 from hicache_storage.engine.page_hash import page_hashes
+from hicache_storage.engine.prefill import Prefetch
 from hicache_storage.engine.report import EngineStats, PrefillReport, Source
 from hicache_storage.engine.shape import KVShape
 
 __all__ = [
+    "COPIED_BY",
     "LAYOUTS",
+    "Compute",
+    "EngineOptions",
     "EngineStats",
     "KVShape",
     "Oracle",
@@ -16,5 +22,7 @@ __all__ = [
     "PrefillReport",
     "Source",
     "TierEngine",
+    "Work",
     "page_hashes",
+    "resolve",
 ]

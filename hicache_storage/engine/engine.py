@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from hicache_storage.engine.compute import Compute
 from hicache_storage.engine.controller import CacheController
-from hicache_storage.engine.layouts import find_layout
+from hicache_storage.engine.layouts import Layout, find_layout
+from hicache_storage.engine.options import EngineOptions, resolve
 from hicache_storage.engine.oracle import Oracle
 from hicache_storage.engine.page_hash import page_hashes
 from hicache_storage.engine.pools import DevicePool, HostPool, find_device, pool_slots
-from hicache_storage.engine.prefetch import PrefetchOperation, PrefetchPolicy
-from hicache_storage.engine.radix import Node, Tier
-from hicache_storage.engine.report import EngineStats, PrefillReport, Source
+from hicache_storage.engine.prefill import Prefetch, Prefill, begin_prefetch, give_up
+from hicache_storage.engine.radix import Tier
+from hicache_storage.engine.report import EngineStats, PrefillReport
 from hicache_storage.engine.shape import KVShape
 from hicache_storage.engine.tiers import Tiers
-from hicache_storage.engine.transfer import check_io_backend, open_transfer
+from hicache_storage.engine.transfer import open_transfer
 from hicache_storage.errors import ClosedError, SettingsError
 from hicache_storage.storage import HiCacheStorage
 
@@ -34,37 +35,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WRITE_POLICIES = ("write_through",)
-
 _CLOSE_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Prefetch:
-    """A request that waits while its pages are on their way to L2. For ``prefill`` or ``cancel``."""
-
-    hashes: list[str]
-    known: list[Node]
-    """The prefix that was in L1 or L2, pinned in L2."""
-    operation: PrefetchOperation | None
-
-
 class TierEngine:
-    """One rank's cache: L1 on ``device``, L2 in host memory, ``storage`` as L3 (None: without).
+    """One rank's cache: L1 on a device, L2 in host memory, ``storage`` as L3 (None: without).
 
-    Options have SGLang's names and meaning. ``l1_tokens`` sizes L1; L2 has ``hicache_ratio`` times
-    as many pages, or ``hicache_size`` GB (10**9 bytes), which overrides it, and must be larger than
-    L1. ``prefetch_policy`` says how long a request waits for L3: not at all (best_effort), until
-    all is there (wait_complete), or timeout_base + timeout_per_ki_token * tokens / 1024 seconds
-    (timeout); fewer than ``prefetch_threshold`` tokens are not fetched. When L2 is full of pages
-    that L3 does not have yet, a request waits ``backup_wait`` seconds, then the oldest of these
-    backups are dropped.
+    ``options`` are those of EngineOptions, by SGLang's names; ``options`` and ``notes`` of the
+    engine are what its rules made of them. ``compute`` stands behind L1 (None: the oracle).
 
-    Keys of ``storage`` are plain page hashes: open it with ``shape.namespace(...)``. It stays the
-    caller's to close, after the engine. Any thread may call; calls run one after the other.
+    Keys of ``storage`` are plain page hashes: open it with ``shape.namespace(...)`` for the layout in
+    force. It stays the caller's to close, after the engine. Any thread may call; calls run one
+    after the other.
 
-    Raises SettingsError for a bad option (naming the choices), MemoryError when a pool does not
-    fit, and StorageError when the storage cannot register L2.
+    Raises SettingsError for a bad option (naming the choices) and for a storage of another layout,
+    MemoryError when a pool does not fit, and StorageError when the storage cannot register L2.
     """
 
     def __init__(
@@ -72,50 +57,40 @@ class TierEngine:
         shape: KVShape,
         page_size: int,
         *,
-        l1_tokens: int,
-        device: str = "cpu",
-        hicache_ratio: float = 2.0,
-        hicache_size: float | None = None,
-        mem_layout: str = "layer_first",
-        io_backend: str = "direct",
-        write_policy: str = "write_through",
-        prefetch_policy: str = "timeout",
-        prefetch_threshold: int = 256,
-        prefetch_timeout_base: float = 1.0,
-        prefetch_timeout_per_ki_token: float = 0.25,
-        backup_wait: float = 5.0,
         storage: HiCacheStorage | None = None,
+        compute: Compute | None = None,
+        **options: Any,
     ) -> None:
-        if page_size < 1:
-            raise SettingsError(f"page_size is at least 1 token, not {page_size}")
-        if write_policy not in WRITE_POLICIES:
-            raise SettingsError(f"write_policy {write_policy!r} is none of: {', '.join(WRITE_POLICIES)}")
-        self.device = device
+        self.options, self.notes = resolve(EngineOptions(page_size, **options))
+        for note in self.notes:
+            logger.warning("%s", note)
         self.shape = shape
         self.page_size = page_size
         self.page_nbytes = shape.page_nbytes(page_size)
-        self._policy = PrefetchPolicy(
-            prefetch_policy, prefetch_threshold, prefetch_timeout_base, prefetch_timeout_per_ki_token
+        device = find_device(self.options.device)
+        layout = find_layout(self.options.mem_layout, shape.attention)
+        _check_layout(storage, layout)
+        l1_slots, l2_slots = pool_slots(
+            page_size,
+            self.page_nbytes,
+            self.options.l1_tokens,
+            self.options.hicache_ratio,
+            self.options.hicache_size,
         )
-        torch_device = find_device(device)
-        layout = find_layout(mem_layout, shape.attention)
-        check_io_backend(io_backend)
-        l1_slots, l2_slots = pool_slots(page_size, self.page_nbytes, l1_tokens, hicache_ratio, hicache_size)
-        l1 = DevicePool(shape, page_size, l1_slots, torch_device)
-        l2 = HostPool(shape, page_size, l2_slots, layout, torch_device)
-        self._oracle = Oracle(shape, page_size, torch_device)
-        self._transfer = open_transfer(io_backend, l1, l2)
+        l1 = DevicePool(shape, page_size, l1_slots, device)
+        l2 = HostPool(shape, page_size, l2_slots, layout, device)
+        self._compute = compute or Oracle(shape, page_size, device)
         self._storage = storage
         controller = None
-        if storage is not None:
-            try:
+        try:
+            transfer = open_transfer(self.options.io_backend, l1, l2)
+            if storage is not None:
                 storage.register_buffer(l2.buffer)
-            except BaseException:
-                l2.close()
-                raise
-            controller = CacheController(storage, -(-prefetch_threshold // page_size))
-        self._tiers = Tiers(l1, l2, controller, backup_wait)
-        self._tree = self._tiers.tree
+                controller = CacheController(storage, -(-self.options.prefetch_threshold // page_size))
+        except BaseException:
+            l2.close()
+            raise
+        self._tiers = Tiers(l1, l2, transfer, controller, self.options.backup_wait)
         self._waiting: set[Prefetch] = set()
         self._lock = threading.RLock()
         self._closed = False
@@ -159,9 +134,7 @@ class TierEngine:
         """Give up a waiting request; pages that have come are not kept. Raises ValueError as ``prefill``."""
         with self._lock:
             self._end_waiting(prefetch)
-            self._tree.unpin(prefetch.known, Tier.L2)
-            if prefetch.operation is not None:
-                self._tiers.l2.free(self._tiers.collect(prefetch.operation))
+            give_up(self._tiers, prefetch)
 
     def prefill(self, tokens: Sequence[int], prefetch: Prefetch | None = None) -> PrefillReport:
         """Bring all full pages of ``tokens`` into L1, from the nearest tier that has them.
@@ -184,15 +157,8 @@ class TierEngine:
                 raise ValueError("the prefetch was begun for other tokens")
             else:
                 self._end_waiting(prefetch)
-            path = self._tree.match(hashes)
-            for tier in Tier:
-                self._tree.pin(path, tier)
-            self._tree.unpin(prefetch.known, Tier.L2)
-            try:
-                return self._prefill(len(tokens), hashes, path, prefetch)
-            finally:
-                for tier in Tier:
-                    self._tree.unpin(path, tier)
+            request = Prefill(self._tiers, self._compute, self.options.patience, self.page_size)
+            return request.run(tokens, prefetch)
 
     def flush_l1(self) -> int:
         """Evict every page from L1; how many left."""
@@ -238,84 +204,24 @@ class TierEngine:
     ) -> None:
         self.close()
 
-    def _prefill(self, tokens: int, hashes: list[str], path: list[Node], prefetch: Prefetch) -> PrefillReport:
-        seconds = dict.fromkeys(Source, 0.0)
-        pages = dict.fromkeys(Source, 0)
-        pages[Source.L1] = sum(node.slots[Tier.L1] is not None for node in path)
-        pages[Source.L2] = len(path) - pages[Source.L1]
-        seconds[Source.L2] = self._load(path)
-        if prefetch.operation is not None:
-            self._policy.wait(prefetch.operation, self.page_size)
-            pages[Source.L3] = self._add_prefetched(path, prefetch, prefetch.operation)
-            seconds[Source.L3] = prefetch.operation.read_seconds + self._load(path)
-        pages[Source.RECOMPUTED] = len(hashes) - len(path)
-        seconds[Source.RECOMPUTED] = self._compute(path, hashes)
-        wrong = self._oracle.wrong_bytes(self._tiers.l1.pages, [node.slot(Tier.L1) for node in path], hashes)
-        self._copy_to_l2(path)
-        self._tiers.back_up(path)
-        sources = tuple(source for source in Source for _ in range(pages[source]))
-        return PrefillReport(tokens, self.page_size, self.page_nbytes, sources, seconds, wrong)
-
     def _begin_prefetch(self, hashes: list[str]) -> Prefetch:
-        known = self._tree.match(hashes)
-        self._tree.pin(known, Tier.L2)
-        missing = hashes[len(known) :]
-        worth_it = missing and len(missing) * self.page_size >= self._policy.threshold
-        # room for all that is missing: what L3 does not have either needs it after the prefill
-        return Prefetch(hashes, known, self._tiers.fetch(missing) if worth_it else None)
+        return begin_prefetch(self._tiers, self.options.patience, self.page_size, hashes)
 
     def _end_waiting(self, prefetch: Prefetch) -> None:
         if prefetch not in self._waiting:
             raise ValueError("the prefetch was used or cancelled before")
         self._waiting.remove(prefetch)
 
-    def _add_prefetched(self, path: list[Node], prefetch: Prefetch, operation: PrefetchOperation) -> int:
-        """Extend the path by the pages that have come, where they fit on to it; how many did."""
-        slots = self._tiers.collect(operation)
-        if slots:
-            self._copy_to_l2(path)
-        before = len(path)
-        for index, slot in enumerate(slots, len(prefetch.known)):
-            if index == len(path) and (not path or path[-1].slots[Tier.L2] is not None):
-                self._tree.extend(path, prefetch.hashes[index], Tier.L2, slot)
-                path[-1].in_l3 = True
-            else:
-                self._tiers.l2.free([slot])
-        self._tiers.counts.prefetched += len(path) - before
-        return len(path) - before
-
-    def _load(self, path: list[Node]) -> float:
-        """Copy to L1 what only L2 has; seconds."""
-        nodes = [node for node in path if node.slots[Tier.L1] is None]
-        slots = self._tiers.l1_slots(len(nodes))
-        began = time.perf_counter()
-        self._transfer.load([node.slot(Tier.L2) for node in nodes], slots)
-        seconds = time.perf_counter() - began
-        for node, slot in zip(nodes, slots, strict=True):
-            self._tree.place(node, Tier.L1, slot)
-        return seconds
-
-    def _compute(self, path: list[Node], hashes: list[str]) -> float:
-        """Fill the rest of the request's pages in L1 and extend the path by them; seconds."""
-        missing = hashes[len(path) :]
-        slots = self._tiers.l1_slots(len(missing))
-        began = time.perf_counter()
-        self._oracle.fill(self._tiers.l1.pages, slots, missing)
-        seconds = time.perf_counter() - began
-        for page_hash, slot in zip(missing, slots, strict=True):
-            self._tree.extend(path, page_hash, Tier.L1, slot)
-        return seconds
-
-    def _copy_to_l2(self, path: list[Node]) -> None:
-        """Write through: copy to L2 what only L1 has, from the root on as far as there is room."""
-        nodes = [node for node in path if node.slots[Tier.L2] is None]
-        slots = self._tiers.l2_slots(len(nodes))
-        self._tiers.counts.dropped += len(nodes) - len(slots)
-        nodes = nodes[: len(slots)]
-        self._transfer.store([node.slot(Tier.L1) for node in nodes], slots)
-        for node, slot in zip(nodes, slots, strict=True):
-            self._tree.place(node, Tier.L2, slot)
-
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the engine is closed")
+
+
+def _check_layout(storage: HiCacheStorage | None, layout: Layout) -> None:
+    """Bytes in another order than the namespace says would be served to whoever believes it."""
+    said = "" if storage is None else storage.namespace.object_layout
+    if said and said != layout.object_layout:
+        raise SettingsError(
+            f"the storage was opened for pages laid out as {said}, and mem_layout {layout.name} stores "
+            f"{layout.object_layout}; open it with shape.namespace(page_size, {layout.name!r})"
+        )

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from hicache_storage.engine.compute import Work
 from hicache_storage.engine.runs import runs
 from hicache_storage.engine.shape import KVShape
 
@@ -26,7 +27,7 @@ to start its thread team, which waits spinning for cores that the storage's thre
 
 
 class Oracle:
-    """Fills and checks the pages of a pool; see ``PagePool.pages`` for the axes."""
+    """Fills and checks the pages of a pool; see ``PagePool.pages`` for the axes. A Compute."""
 
     def __init__(self, shape: KVShape, page_size: int, device: torch.device) -> None:
         words = -(-shape.head_nbytes // 8)
@@ -37,8 +38,16 @@ class Oracle:
         self._head_nbytes = shape.head_nbytes
         self._chunk_pages = max(1, _CHUNK_NBYTES[device.type] // shape.page_nbytes(page_size))
 
+    def compute(self, pages: torch.Tensor, work: Work) -> None:
+        """Write the content of the request's pages that are not cached."""
+        self.fill(pages, work.slots[work.cached :], work.hashes[work.cached :])
+
+    def check(self, pages: torch.Tensor, work: Work) -> int:
+        """How many bytes of the request's pages are wrong."""
+        return self.wrong_bytes(pages, work.slots, work.hashes)
+
     def fill(self, pages: torch.Tensor, slots: Sequence[int], hashes: Sequence[str]) -> None:
-        """Compute: write the content of page ``hashes[i]`` into slot ``slots[i]``."""
+        """Write the content of page ``hashes[i]`` into slot ``slots[i]``."""
         for part, expected in self._chunks(pages, slots, hashes):
             part.copy_(expected)
 

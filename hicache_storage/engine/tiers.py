@@ -1,4 +1,4 @@
-"""The slots of L1 and L2: who has them, who must leave, and what is on its way between L2 and L3.
+"""The slots of L1 and L2: who has them, who must leave, and what is on its way between the tiers.
 
 The tree says which pages are where, the pools which slots are free, the controller what the storage
 has finished. This module keeps the three in step. One thread at a time.
@@ -14,6 +14,7 @@ from hicache_storage.engine.controller import BackupOperation, CacheController, 
 from hicache_storage.engine.pools import DevicePool, HostPool
 from hicache_storage.engine.prefetch import PrefetchOperation
 from hicache_storage.engine.radix import HiRadixTree, Node, Tier
+from hicache_storage.engine.transfer import Transfer
 from hicache_storage.storage import batches
 
 
@@ -30,21 +31,32 @@ class Counts:
 
 
 class Tiers:
-    """Pages in ``l1`` and ``l2``, under ``tree``, with ``controller`` behind L2 (None: no L3).
+    """Pages in ``l1`` and ``l2``, copied by ``transfer``, with ``controller`` behind L2 (None: no L3).
 
     ``backup_wait``: seconds that a request may wait for room in L2 before backups are dropped.
     """
 
     def __init__(
-        self, l1: DevicePool, l2: HostPool, controller: CacheController | None, backup_wait: float
+        self,
+        l1: DevicePool,
+        l2: HostPool,
+        transfer: Transfer,
+        controller: CacheController | None,
+        backup_wait: float,
     ) -> None:
         self.l1 = l1
         self.l2 = l2
+        self.transfer = transfer
         self.tree = HiRadixTree()
         self.controller = controller
         self.counts = Counts()
         self._backup_wait = backup_wait
         self._expected_events = 0
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of a page."""
+        return self.l2.nbytes // self.l2.slots
 
     def l1_slots(self, count: int) -> list[int]:
         """Slots of L1, taken from other requests' pages if need be."""
@@ -71,6 +83,27 @@ class Tiers:
             elif not self._relieve_l2(ends_at):
                 break
         return sorted(slots)
+
+    def load(self, path: list[Node]) -> float:
+        """Copy to L1 what only L2 has of a pinned path; seconds that the copies took."""
+        nodes = [node for node in path if node.slots[Tier.L1] is None]
+        slots = self.l1_slots(len(nodes))
+        began = time.perf_counter()
+        self.transfer.load([node.slot(Tier.L2) for node in nodes], slots)
+        seconds = time.perf_counter() - began
+        for node, slot in zip(nodes, slots, strict=True):
+            self.tree.place(node, Tier.L1, slot)
+        return seconds
+
+    def copy_to_l2(self, path: list[Node]) -> None:
+        """Copy to L2 what only L1 has of a pinned path, from the root on as far as there is room."""
+        nodes = [node for node in path if node.slots[Tier.L2] is None]
+        slots = self.l2_slots(len(nodes))
+        self.counts.dropped += len(nodes) - len(slots)
+        nodes = nodes[: len(slots)]
+        self.transfer.store([node.slot(Tier.L1) for node in nodes], slots)
+        for node, slot in zip(nodes, slots, strict=True):
+            self.tree.place(node, Tier.L2, slot)
 
     def flush(self, tier: Tier) -> int:
         """Evict everything that is not in use; how many pages left."""

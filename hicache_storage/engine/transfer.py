@@ -2,24 +2,19 @@
 
 On CUDA, copies run on two streams of their own, one each way, and are awaited by events; every
 piece is contiguous on both sides, so each is one cudaMemcpyAsync (``page_first`` interleaves layers
-token by token and is not: torch then stages it, which is right but slow, and SGLang rewrites that
-combination to ``page_first_direct``). On a CPU they are plain copies.
+token by token and is not: it is for ``kernel``). On a CPU they are plain copies.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from hicache_storage.engine.layouts import PAGE_FIRST
 from hicache_storage.engine.pools import DevicePool, HostPool
 from hicache_storage.engine.runs import runs
 from hicache_storage.errors import SettingsError
-
-logger = logging.getLogger(__name__)
 
 
 class Transfer(Protocol):
@@ -53,11 +48,6 @@ class CudaTransfer:
         self._device = l1.pages.device
         self._loads = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._stores = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        if l2.layout is PAGE_FIRST:
-            logger.warning(
-                "mem_layout page_first with io_backend direct copies token by token; "
-                "SGLang rewrites it to page_first_direct"
-            )
 
     def load(self, l2_slots: Sequence[int], l1_slots: Sequence[int]) -> None:
         # the slots may still be read by work on the pages that were there before
@@ -95,7 +85,13 @@ def _direct(l1: DevicePool, l2: HostPool) -> Transfer:
     return CudaTransfer(l1, l2) if l1.pages.is_cuda else HostTransfer(l1, l2)
 
 
-IO_BACKENDS: dict[str, Callable[[DevicePool, HostPool], Transfer]] = {"direct": _direct}
+def _kernel(l1: DevicePool, l2: HostPool) -> Transfer:
+    if l1.pages.is_cuda:
+        raise SettingsError("io_backend kernel has no CUDA kernels yet; take direct")
+    return HostTransfer(l1, l2)
+
+
+IO_BACKENDS: dict[str, Callable[[DevicePool, HostPool], Transfer]] = {"direct": _direct, "kernel": _kernel}
 
 
 def check_io_backend(name: str) -> None:

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hicache_storage.engine.engine import Prefetch, TierEngine
+from hicache_storage.engine.engine import TierEngine
+from hicache_storage.engine.prefill import Prefetch
 from hicache_storage.engine.report import PrefillReport, Source
 from hicache_storage.replay.bound import UpperBound
 from hicache_storage.replay.request import Request

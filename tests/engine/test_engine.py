@@ -10,16 +10,26 @@ import pytest
 import torch
 
 from hicache_storage import ClosedError, SettingsError, Status, StorageError, UnavailableError
-from hicache_storage.engine import LAYOUTS, KVShape, Source, TierEngine, page_hashes
+from hicache_storage.engine import COPIED_BY, LAYOUTS, KVShape, Source, TierEngine, page_hashes
 
-DIRECT_LAYOUTS = [name for name in LAYOUTS if name != "page_head"]
 SHAPES = ["mha:2x2x8:bf16", "mla:3x64:bf16", "mha:2x1x3:fp8_e4m3"]
 POLICIES = ["best_effort", "wait_complete", "timeout"]
+COMBINATIONS = [
+    (layout, io_backend, shape)
+    for layout in LAYOUTS.values()
+    for io_backend in COPIED_BY[layout.name]
+    for shape in SHAPES
+    if shape.partition(":")[0] in layout.attentions
+]
 PAGE = 4
 
 
 def open_engine(storage, shape=SHAPES[0], pages=12, **options):
-    options = {"prefetch_policy": "wait_complete", "prefetch_threshold": PAGE, **options}
+    options = {
+        "prefetch_policy": "wait_complete",
+        "prefetch_threshold": PAGE,
+        **options,
+    }
     return TierEngine(KVShape.parse(shape), PAGE, l1_tokens=pages * PAGE, storage=storage, **options)
 
 
@@ -38,10 +48,11 @@ def conversations(count, seed):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("layout", DIRECT_LAYOUTS)
-def test_pages_come_back_byte_for_byte_from_every_tier(storage, layout, shape, policy):
-    with open_engine(storage, shape, mem_layout=layout, prefetch_policy=policy) as engine:
+@pytest.mark.parametrize(("layout", "io_backend", "shape"), COMBINATIONS)
+def test_pages_come_back_byte_for_byte_from_every_tier(storage, layout, io_backend, shape, policy):
+    with open_engine(
+        storage, shape, mem_layout=layout.name, io_backend=io_backend, prefetch_policy=policy
+    ) as engine:
         reports = []
         for tokens in conversations(120, seed=1):
             waiting = engine.prefetch(tokens)
@@ -192,7 +203,7 @@ def test_one_flipped_byte_in_any_tier_is_seen(storage, tier):
     with open_engine(storage) as engine:
         assert engine.prefill(tokens).wrong_bytes == 0
         assert engine.wait_for_backup(10)
-        node = engine._tree.match(page_hashes(tokens, PAGE))[3]
+        node = engine._tiers.tree.match(page_hashes(tokens, PAGE))[3]
         if tier == "L1":
             page = engine._tiers.l1.pages[node.slots[0]]
             page[0, 1, 2, 1, 0] ^= 0x0100
@@ -263,7 +274,7 @@ def test_a_request_larger_than_l1_is_refused(storage):
     ("option", "value", "choices"),
     [
         ("mem_layout", "page_last", "layer_first, page_first, page_first_direct, page_head"),
-        ("io_backend", "kernel", "direct"),
+        ("io_backend", "rdma", "direct, kernel"),
         ("write_policy", "write_back", "write_through"),
         ("prefetch_policy", "never", "best_effort, wait_complete, timeout"),
         ("device", "tpu", "cpu, cuda"),
@@ -294,10 +305,13 @@ def test_l2_is_registered_once_as_a_whole(storage):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("layout", DIRECT_LAYOUTS)
-def test_pages_come_back_byte_for_byte_from_a_cuda_device(storage, layout, shape):
-    with open_engine(storage, shape, mem_layout=layout, device="cuda") as engine:
+@pytest.mark.parametrize(("layout", "io_backend", "shape"), COMBINATIONS)
+def test_pages_come_back_byte_for_byte_from_a_cuda_device(storage, layout, io_backend, shape):
+    if io_backend == "kernel":
+        pytest.skip("no kernels yet")
+    with open_engine(
+        storage, shape, mem_layout=layout.name, io_backend=io_backend, device="cuda"
+    ) as engine:
         assert engine.memory_kind.startswith("pinned")
         reports = [engine.prefill(tokens) for tokens in conversations(120, seed=1)]
     assert sum(report.wrong_bytes for report in reports) == 0

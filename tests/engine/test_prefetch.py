@@ -98,7 +98,7 @@ def test_slots_of_a_batch_in_flight_are_not_reused_before_its_call_returns(stora
         used = set()
         for salt in range(1, 12):
             assert engine.prefill(prompt(20, salt)).wrong_bytes == 0
-            used |= {node.slots[1] for node in engine._tree.nodes()} - {None}
+            used |= {node.slots[1] for node in engine._tiers.tree.nodes()} - {None}
         assert used.isdisjoint(in_flight)
         assert len(used) == 48 - 20
         gate.opened.set()

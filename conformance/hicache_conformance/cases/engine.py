@@ -33,7 +33,7 @@ def _prompts(rng: random.Random, count: int) -> Iterator[list[int]]:
 
 
 def _engine(h: Harness, shape: str, layout: str, wrap: Any = None, **options: Any) -> TierEngine:
-    from hicache_storage.engine import KVShape, TierEngine
+    from hicache_storage.engine import COPIED_BY, KVShape, TierEngine
 
     parsed = KVShape.parse(shape)
     namespace = parsed.namespace(PAGE, layout, tenant=h.namespace.tenant)
@@ -44,6 +44,7 @@ def _engine(h: Harness, shape: str, layout: str, wrap: Any = None, **options: An
         storage=storage,
         l1_tokens=L1_PAGES * PAGE,
         mem_layout=layout,
+        io_backend=COPIED_BY[layout][0],
         prefetch_threshold=PAGE,
         **{"prefetch_policy": "wait_complete", **options},
     )
@@ -82,13 +83,14 @@ def every_layout_shape_and_policy(h: Harness) -> None:
     from hicache_storage.engine import LAYOUTS
 
     for device in _devices():
-        for layout in (name for name in LAYOUTS if name != "page_head"):  # that needs io_backend kernel
+        for layout in LAYOUTS.values():
+            shapes = [shape for shape in SHAPES if shape.partition(":")[0] in layout.attentions]
             for number, policy in enumerate(PREFETCH_POLICIES):
-                shape = SHAPES[number % len(SHAPES)]
-                engine = _engine(h, shape, layout, prefetch_policy=policy, device=device)
+                shape = shapes[number % len(shapes)]
+                engine = _engine(h, shape, layout.name, prefetch_policy=policy, device=device)
                 reports = _run(engine, _prompts(h.rng, 60))
                 require(engine.wait_for_backup(30), "backups did not end in 30 s")
-                what = f"{layout}, {shape}, {policy}, {device}"
+                what = f"{layout.name}, {shape}, {policy}, {device}"
                 h.history.note(f"{what}: {_from_l3(reports)} pages from L3")
                 expect(sum(report.wrong_bytes for report in reports), 0, f"wrong bytes with {what}")
                 require(_from_l3(reports) > 0, f"nothing ever came from L3 with {what}")

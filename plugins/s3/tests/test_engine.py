@@ -26,6 +26,7 @@ def test_an_engine_finds_what_another_one_stored(ministack, namespace, layout):
                 PAGE_SIZE,
                 l1_tokens=PAGE_SIZE * 64,
                 mem_layout=layout,
+                io_backend="kernel",
                 prefetch_policy="wait_complete",
                 storage=storage,
             ) as engine,
