@@ -309,9 +309,7 @@ def test_l2_is_registered_once_as_a_whole(storage):
 def test_pages_come_back_byte_for_byte_from_a_cuda_device(storage, layout, io_backend, shape):
     if io_backend == "kernel":
         pytest.skip("no kernels yet")
-    with open_engine(
-        storage, shape, mem_layout=layout.name, io_backend=io_backend, device="cuda"
-    ) as engine:
+    with open_engine(storage, shape, mem_layout=layout.name, io_backend=io_backend, device="cuda") as engine:
         assert engine.memory_kind.startswith("pinned")
         reports = [engine.prefill(tokens) for tokens in conversations(120, seed=1)]
     assert sum(report.wrong_bytes for report in reports) == 0
