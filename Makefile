@@ -1,7 +1,7 @@
 # make demo   replay a request trace through all tiers       (TRACE=path.jsonl, ARGS="--seed 7")
-# make test   run all tests
+# make test   run all tests, the plugins on real servers included (as root it installs these from Debian)
 # make test-sglang   the adapter on SGLang's own controllers (SGLANG="0.5.10.post1 0.5.14 0.5.23")
-# make test-s3, make test-mooncake   the plugins that need a server, on real ones
+# make test-mooncake, make test-s3   one plugin's tests
 # make sglang-matrix the same on all versions, and docs/sglang.md from it
 # make lint   ruff and mypy
 # make conformance   the suite on a backend     (BACKEND=file, or module:Class of a file in examples/)
@@ -15,15 +15,17 @@ BIN := $(VENV)/bin
 DISTRIBUTIONS := . plugins/file conformance
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml) conformance/pyproject.toml
 
+CLIENTS := $(patsubst plugins/%/requirements.txt,%,$(wildcard plugins/*/requirements.txt))
+
 SGLANG ?= 0.5.10.post1 0.5.14 0.5.23
 
-.PHONY: demo test test-s3 test-mooncake test-sglang sglang-matrix lint conformance conformance-matrix bench clean
+.PHONY: demo test $(CLIENTS:%=test-%) test-sglang sglang-matrix lint conformance conformance-matrix bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
 	@$(BIN)/hicache-storage replay $(TRACE) $(ARGS)
 
-test: $(VENV)/.ready
+test: $(VENV)/.clients
 	@$(BIN)/pytest -q $(ARGS)
 
 test-sglang:
@@ -33,10 +35,7 @@ test-sglang:
 			$(ARGS) tests_sglang || exit 1; \
 	done
 
-test-s3 test-mooncake: test-%: $(VENV)/.ready
-	@sh .ci/apt.sh plugins/$*/apt.txt
-	@$(BIN)/pip install -q --disable-pip-version-check --no-deps -r plugins/$*/requirements.txt
-	@$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e plugins/$*
+$(CLIENTS:%=test-%): test-%: $(VENV)/.clients
 	@$(BIN)/pytest -q $(ARGS) plugins/$*
 
 sglang-matrix:
@@ -80,4 +79,13 @@ $(VENV)/.ready: requirements.txt $(PROJECTS)
 	@$(BIN)/pip install -q --disable-pip-version-check -r requirements.txt
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q --disable-pip-version-check torch==2.13.0
 	@$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps $(DISTRIBUTIONS:%=-e %)
+	@touch $@
+
+# The client libraries of the plugins, and the servers that their tests start.
+$(VENV)/.clients: $(VENV)/.ready $(wildcard plugins/*/requirements.txt plugins/*/apt.txt)
+	@for plugin in $(CLIENTS); do \
+		sh .ci/apt.sh plugins/$$plugin/apt.txt && \
+		$(BIN)/pip install -q --disable-pip-version-check --no-deps -r plugins/$$plugin/requirements.txt && \
+		$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e plugins/$$plugin || exit 1; \
+	done
 	@touch $@
