@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from hicache_storage.engine.loading import LOADED, Loading
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -21,6 +23,8 @@ class Work:
     """Of its full pages in L1."""
     cached: int
     """So many leading pages came from a tier; the others are to be computed."""
+    loading: Loading = LOADED
+    """Cached pages may still be on their way: wait for a layer before reading it."""
 
 
 class Compute(Protocol):
@@ -33,8 +37,8 @@ class Compute(Protocol):
     def compute(self, pages: torch.Tensor, work: Work) -> None:
         """Write the KV of the pages that are not cached into their slots.
 
-        Returns when copies on any stream may read them.
+        Returns when copies enqueued after the current stream's work may read them.
         """
 
     def check(self, pages: torch.Tensor, work: Work) -> int:
-        """How many bytes of the request's pages are not what they must be; 0 is right."""
+        """How many bytes of the request's pages, all loaded by now, are not what they must be; 0 is right."""

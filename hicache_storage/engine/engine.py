@@ -184,6 +184,7 @@ class TierEngine:
             if self._closed:
                 return
             self._closed = True
+            self._tiers.transfer.close()
             controller = self._tiers.controller
             if controller is not None and not controller.close(_CLOSE_SECONDS):
                 logger.warning("a call of the storage does not return; L2 stays registered with it")

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hicache_storage.engine.compute import Compute, Work
+from hicache_storage.engine.loading import Loadings
 from hicache_storage.engine.prefetch import PrefetchOperation, PrefetchPolicy
 from hicache_storage.engine.radix import Node, Tier
 from hicache_storage.engine.report import PrefillReport, Source
-from hicache_storage.engine.tiers import Tiers
+from hicache_storage.engine.tiers import Load, Tiers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +49,7 @@ class Prefill:
         self._compute = compute
         self._policy = policy
         self._page_size = page_size
+        self._loads: dict[Source, Load] = {}
         self._seconds = dict.fromkeys(Source, 0.0)
         self._pages = dict.fromkeys(Source, 0)
 
@@ -65,8 +67,11 @@ class Prefill:
             self._tiers.copy_to_l2(path)
             self._tiers.back_up(path)
         finally:
-            for tier in Tier:
-                tree.unpin(path, tier)
+            try:
+                self._end_loads()
+            finally:
+                for tier in Tier:
+                    tree.unpin(path, tier)
         sources = tuple(source for source in Source for _ in range(self._pages[source]))
         page_nbytes = self._tiers.page_nbytes
         return PrefillReport(len(tokens), self._page_size, page_nbytes, sources, self._seconds, wrong)
@@ -74,7 +79,7 @@ class Prefill:
     def _take_known(self, path: list[Node]) -> None:
         self._pages[Source.L1] = sum(node.slots[Tier.L1] is not None for node in path)
         self._pages[Source.L2] = len(path) - self._pages[Source.L1]
-        self._seconds[Source.L2] = self._tiers.load(path)
+        self._loads[Source.L2] = self._tiers.begin_load(path)
 
     def _take_prefetched(self, path: list[Node], prefetch: Prefetch) -> None:
         """Extend the path by the pages that have come, where they fit on to it."""
@@ -94,17 +99,23 @@ class Prefill:
                 self._tiers.l2.free([slot])
         self._pages[Source.L3] = len(path) - before
         self._tiers.counts.prefetched += len(path) - before
-        self._seconds[Source.L3] = operation.read_seconds + self._tiers.load(path)
+        self._seconds[Source.L3] = operation.read_seconds
+        self._loads[Source.L3] = self._tiers.begin_load(path[before:])
 
     def _compute_rest(self, path: list[Node], tokens: Sequence[int], hashes: list[str]) -> int:
         """Compute what no tier has, and check all pages; how many bytes are wrong."""
         cached = len(path)
         slots = self._tiers.l1_slots(len(hashes) - cached)
-        work = Work(tokens, hashes, [*(node.slot(Tier.L1) for node in path), *slots], cached)
+        loads = list(self._loads.values())
+        loaded = [slot for load in loads for slot in load.slots]
+        in_l1 = [node.slot(Tier.L1) for node in path[: cached - len(loaded)]]
+        loading = Loadings([load.loading for load in loads])
+        work = Work(tokens, hashes, [*in_l1, *loaded, *slots], cached, loading)
         pages = self._tiers.l1.pages
         began = time.perf_counter()
         try:
             self._compute.compute(pages, work)
+            self._end_loads()
         except BaseException:
             self._tiers.l1.free(slots)
             raise
@@ -113,3 +124,9 @@ class Prefill:
             self._tiers.tree.extend(path, page_hash, Tier.L1, slot)
         self._pages[Source.RECOMPUTED] = len(slots)
         return self._compute.check(pages, work)
+
+    def _end_loads(self) -> None:
+        """Nothing is copied any more for this request, and what was copied is in L1."""
+        loads, self._loads = self._loads, {}
+        for source, seconds in zip(loads, self._tiers.end_loads(list(loads.values())), strict=True):
+            self._seconds[source] += seconds

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from queue import Empty
 
 from hicache_storage.engine.controller import BackupOperation, CacheController, Event, Released
+from hicache_storage.engine.loading import Loading
 from hicache_storage.engine.pools import DevicePool, HostPool
 from hicache_storage.engine.prefetch import PrefetchOperation
 from hicache_storage.engine.radix import HiRadixTree, Node, Tier
@@ -28,6 +29,15 @@ class Counts:
     backed_up: int = 0
     backup_failed: int = 0
     dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Pages that only L2 has, on their way to slots of L1."""
+
+    nodes: list[Node]
+    slots: list[int]
+    loading: Loading
 
 
 class Tiers:
@@ -84,15 +94,33 @@ class Tiers:
                 break
         return sorted(slots)
 
-    def load(self, path: list[Node]) -> float:
-        """Copy to L1 what only L2 has of a pinned path; seconds that the copies took."""
+    def begin_load(self, path: list[Node]) -> Load:
+        """Begin to copy to L1 what only L2 has of a part of a pinned path, which stays pinned meanwhile."""
         nodes = [node for node in path if node.slots[Tier.L1] is None]
         slots = self.l1_slots(len(nodes))
-        began = time.perf_counter()
-        self.transfer.load([node.slot(Tier.L2) for node in nodes], slots)
-        seconds = time.perf_counter() - began
-        for node, slot in zip(nodes, slots, strict=True):
-            self.tree.place(node, Tier.L1, slot)
+        loading = self.transfer.load([node.slot(Tier.L2) for node in nodes], slots)
+        return Load(nodes, slots, loading)
+
+    def end_loads(self, loads: list[Load]) -> list[float]:
+        """Wait for the loads of a path, root first; their seconds. Only then are their pages in L1.
+
+        Raises what a copy raised, and then no page of any of them is.
+        """
+        seconds = []
+        failed: Exception | None = None
+        for load in loads:
+            try:
+                seconds.append(load.loading.wait())
+            except Exception as error:  # an interrupt leaves the slots to the copy that goes on
+                failed = error
+        for load in loads:
+            if failed is not None:
+                self.l1.free(load.slots)
+                continue
+            for node, slot in zip(load.nodes, load.slots, strict=True):
+                self.tree.place(node, Tier.L1, slot)
+        if failed is not None:
+            raise failed
         return seconds
 
     def copy_to_l2(self, path: list[Node]) -> None:

@@ -11,7 +11,6 @@ from hicache_storage.buffers import gather
 from hicache_storage.engine import LAYOUTS, KVShape
 from hicache_storage.engine.layouts import LAYER_FIRST, PAGE_FIRST, PAGE_FIRST_DIRECT, PAGE_HEAD, find_layout
 from hicache_storage.engine.pools import DevicePool, HostPool, pool_slots
-from hicache_storage.engine.transfer import CudaTransfer, open_transfer
 from hicache_storage.sglang.identity import AXES
 
 CPU = torch.device("cpu")
@@ -81,34 +80,6 @@ def test_the_pages_of_a_pool_are_its_allocation_once_over(shape, layout):
     assert all(one[1] == next_one[0] for one, next_one in pairwise(pieces))
     assert pool.buffer.address % mmap.PAGESIZE == 0
     assert "pageable" in pool.memory_kind
-
-
-@pytest.mark.parametrize(("shape", "layout"), SHAPES_AND_LAYOUTS)
-def test_copies_move_the_pages_they_name_and_no_others(shape, layout):
-    shape = KVShape.parse(shape)
-    l1, l2 = DevicePool(shape, 4, 6, CPU), HostPool(shape, 4, 9, layout, CPU)
-    transfer = open_transfer("direct", l1, l2)
-    before = numbered(l1).clone()
-    l2.pages.zero_()
-    transfer.store([0, 1, 2, 5, 4], [7, 8, 0, 1, 2])
-    assert torch.equal(l2.pages[[7, 8, 0, 1, 2]], before[[0, 1, 2, 5, 4]])
-    assert not l2.pages[3:7].any()
-    l1.pages.zero_()
-    transfer.load([7, 0, 1], [3, 4, 5])
-    assert torch.equal(l1.pages[3:], before[[0, 2, 5]])
-    assert not l1.pages[:3].any()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
-def test_copies_piece_by_piece_are_the_same_copies(layout):
-    """As for a CUDA device, here between two host pools."""
-    shape = KVShape.parse("mha:3x2x8:bf16")
-    l1, l2 = DevicePool(shape, 4, 6, CPU), HostPool(shape, 4, 9, layout, CPU)
-    before = numbered(l1).clone()
-    l2.pages.zero_()
-    CudaTransfer._copy_pieces(l1.pages, [0, 5, 4], l2.pages, [7, 1, 2])
-    assert torch.equal(l2.pages[[7, 1, 2]], before[[0, 5, 4]])
-    assert not l2.pages[[0, 3, 4, 5, 6, 8]].any()
 
 
 def test_slots_run_out_and_come_back():

@@ -1,0 +1,148 @@
+"""Copies between L1 and L2: every io_backend moves the same bytes, whatever the layout."""
+
+import ctypes
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from hicache_storage import SettingsError
+from hicache_storage.engine import LAYOUTS, KVShape, direct, kernel
+from hicache_storage.engine.layouts import LAYER_FIRST, PAGE_FIRST_DIRECT
+from hicache_storage.engine.pools import DevicePool, HostPool
+from hicache_storage.engine.transfer import IO_BACKENDS, open_transfer
+
+CPU = torch.device("cpu")
+PAGE = 4
+SHAPES = ["mha:3x2x8:bf16", "mla:3x64:bf16", "mha:2x3x3:fp8_e4m3", "mla:2x9:fp16", "mha:5x1x128:fp32"]
+SHAPES_AND_LAYOUTS = [
+    pytest.param(KVShape.parse(shape), layout, id=f"{shape}-{layout.name}")
+    for shape in SHAPES
+    for layout in LAYOUTS.values()
+    if shape[:3] in layout.attentions
+]
+WIDE = [case for case in SHAPES_AND_LAYOUTS if case.values[1] in (LAYER_FIRST, PAGE_FIRST_DIRECT)]
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def open_pools(shape, layout, device=CPU):
+    l1, l2 = DevicePool(shape, PAGE, 6, device), HostPool(shape, PAGE, 9, layout, device)
+    return l1, l2
+
+
+def number(pool, start=0):
+    """Give every word of the pool a value of its own; a copy of the pages."""
+    words = torch.arange(pool.pages.numel(), device=pool.pages.device) + start
+    pool.pages.copy_(words.view(pool.pages.shape))
+    return pool.pages.cpu().clone()
+
+
+def assert_moved(target, before, target_slots, source, source_slots, layers=slice(None)):
+    expected = before.clone()
+    expected[target_slots, :, layers] = source[source_slots, :, layers]
+    assert torch.equal(target.pages.cpu(), expected)
+
+
+def memmoved(source, source_slots, target, target_slots, by_layer):
+    """As ``direct.copy_2d``, with memmove in the place of cudaMemcpy2DAsync."""
+    layers = source.sizes["layer"]
+    for step in [range(i, i + 1) for i in range(layers)] if by_layer else [range(layers)]:
+        for piece in direct.pieces(source, source_slots, target, target_slots, step):
+            for row in range(piece.rows):
+                ctypes.memmove(
+                    piece.target + row * piece.target_pitch,
+                    piece.source + row * piece.source_pitch,
+                    piece.width,
+                )
+        yield step
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """``kernel.copy_strided`` with its Triton kernel run by Triton's interpreter, on a CPU."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed: make test-triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delitem(sys.modules, "hicache_storage.engine.triton_copy", raising=False)
+    yield kernel.copy_strided
+    sys.modules.pop("hicache_storage.engine.triton_copy", None)
+
+
+def check_both_ways(copy, shape, layout, by_layer):
+    for s, t in [([0, 1, 2, 5, 4], [7, 8, 0, 1, 2]), ([3], [3]), ([0, 1, 2, 3], [2, 3, 4, 5])]:
+        l1, l2 = open_pools(shape, layout)
+        for source, target in ((l1, l2), (l2, l1)):
+            from_slots, to_slots = (s, t) if source is l1 else (t, s)
+            pages, before = number(source), number(target, start=9)
+            done = []
+            for layers in copy(source, from_slots, target, to_slots, by_layer):
+                done += layers
+                assert_moved(target, before, to_slots, pages, from_slots, slice(0, layers.stop))
+            assert done == list(range(shape.layers))
+
+
+@pytest.mark.parametrize("by_layer", [False, True], ids=["at_once", "by_layer"])
+@pytest.mark.parametrize(("shape", "layout"), SHAPES_AND_LAYOUTS)
+@pytest.mark.parametrize("copy", [direct.copy_runs, kernel.copy_indexed], ids=["direct", "kernel"])
+def test_copies_move_the_layers_and_pages_they_name_and_nothing_else(copy, shape, layout, by_layer):
+    check_both_ways(copy, shape, layout, by_layer)
+
+
+@pytest.mark.parametrize("by_layer", [False, True], ids=["at_once", "by_layer"])
+@pytest.mark.parametrize(("shape", "layout"), WIDE)
+def test_the_pieces_of_two_dimensional_copies_are_the_same_bytes(shape, layout, by_layer):
+    check_both_ways(memmoved, shape, layout, by_layer)
+
+
+@pytest.mark.parametrize("by_layer", [False, True], ids=["at_once", "by_layer"])
+@pytest.mark.parametrize(("shape", "layout"), SHAPES_AND_LAYOUTS)
+def test_the_gpus_kernel_moves_the_same_bytes_in_the_interpreter(interpreted, shape, layout, by_layer):
+    check_both_ways(interpreted, shape, layout, by_layer)
+
+
+def test_a_page_of_page_first_direct_is_one_copy_for_keys_and_one_for_values():
+    l1, l2 = open_pools(KVShape.mha(5, 2, 8), PAGE_FIRST_DIRECT)
+    pieces = list(direct.pieces(l2, [7, 3], l1, [0, 4], range(5)))
+    assert len(pieces) == 2 * 2
+    assert {(piece.rows, piece.width) for piece in pieces} == {(5, PAGE * 2 * 8 * 2)}
+
+
+def test_one_layer_of_neighbouring_pages_is_one_copy_for_keys_and_one_for_values():
+    l1, l2 = open_pools(KVShape.mha(5, 2, 8), PAGE_FIRST_DIRECT)
+    pieces = list(direct.pieces(l2, [3, 4, 5, 6], l1, [0, 1, 2, 3], range(2, 3)))
+    assert [piece.rows for piece in pieces] == [4, 4]
+
+
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+def test_nothing_to_move_is_moved_at_once(io_backend):
+    transfer = open_transfer(io_backend, *open_pools(KVShape.mha(2, 1, 8), LAYER_FIRST))
+    transfer.load([], []).wait()
+    assert transfer.store([], []) == 0
+
+
+def test_a_kernel_without_triton_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hicache_storage.engine.triton_copy", None)
+    pools = open_pools(KVShape.mha(2, 1, 8), LAYER_FIRST)
+    with pytest.raises(SettingsError, match="needs Triton: pip install triton"):
+        list(kernel.copy_strided(pools[0], [0], pools[1], [0], True))
+
+
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+@pytest.mark.parametrize(("shape", "layout"), SHAPES_AND_LAYOUTS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_pages_that_went_to_l2_and_came_back_are_the_same_pages(device, shape, layout, io_backend):
+    l1, l2 = open_pools(shape, layout, torch.device(device))
+    transfer = open_transfer(io_backend, l1, l2)
+    before, host = number(l1), number(l2, start=9)
+    transfer.store([0, 1, 2, 5, 4], [7, 8, 0, 1, 2])
+    assert_moved(l2, host, [7, 8, 0, 1, 2], before, [0, 1, 2, 5, 4])
+    host, device_before = l2.pages.clone(), number(l1, start=5)
+    loading = transfer.load([7, 0, 1], [3, 4, 5])
+    for layer in range(shape.layers):
+        loading.wait_layer(layer)
+        assert torch.equal(l1.pages[3:, :, layer].cpu(), host[[7, 0, 1], :, layer])
+    assert loading.wait() >= 0
+    assert_moved(l1, device_before, [3, 4, 5], host, [7, 0, 1])
+    transfer.close()
+    l2.close()
