@@ -90,7 +90,7 @@ class TierEngine:
         except BaseException:
             l2.close()
             raise
-        self._tiers = Tiers(l1, l2, transfer, controller, self.options.backup_wait)
+        self._tiers = Tiers(l1, l2, transfer, controller, self.options.write_policy, self.options.backup_wait)
         self._waiting: set[Prefetch] = set()
         self._lock = threading.RLock()
         self._closed = False

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from hicache_storage.engine.layouts import PAGE_FIRST, PAGE_FIRST_DIRECT, find_layout
 from hicache_storage.engine.prefetch import PrefetchPolicy
 from hicache_storage.engine.transfer import check_io_backend
+from hicache_storage.engine.write_policy import WRITE_POLICIES
 from hicache_storage.errors import SettingsError
-
-WRITE_POLICIES = ("write_through",)
 
 COPIED_BY = {
     "layer_first": ("direct", "kernel"),
@@ -47,7 +46,7 @@ class EngineOptions:
     io_backend: str = "direct"
     """How L1 and L2 exchange pages; see ``transfer``."""
     write_policy: str = "write_through"
-    """When a page is copied to L2."""
+    """When a page is copied to L2; see ``write_policy``."""
     prefetch_policy: str = "timeout"
     """How long a request waits for L3: not at all (best_effort), until all is there (wait_complete),
     or prefetch_timeout_base + prefetch_timeout_per_ki_token * tokens / 1024 seconds (timeout)."""

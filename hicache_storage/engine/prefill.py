@@ -64,8 +64,7 @@ class Prefill:
             self._take_known(path)
             self._take_prefetched(path, prefetch)
             wrong = self._compute_rest(path, tokens, prefetch.hashes)
-            self._tiers.copy_to_l2(path)
-            self._tiers.back_up(path)
+            self._tiers.write_through(path)
         finally:
             try:
                 self._end_loads()

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from itertools import islice
 
 
 class Tier(IntEnum):
@@ -26,9 +27,12 @@ class Tier(IntEnum):
 
 
 class Node:
-    """One page: where it is and who uses it. ``slots`` and ``pins`` are indexed by Tier."""
+    """One page: where it is and who uses it. ``slots`` and ``pins`` are indexed by Tier.
 
-    __slots__ = ("backing_up", "children", "in_l3", "page_hash", "parent", "pins", "slots")
+    ``hits`` counts the requests that have used it.
+    """
+
+    __slots__ = ("backing_up", "children", "hits", "in_l3", "page_hash", "parent", "pins", "slots")
 
     def __init__(self, page_hash: str, parent: Node | None) -> None:
         self.page_hash = page_hash
@@ -36,6 +40,7 @@ class Node:
         self.children: dict[str, Node] = {}
         self.slots: list[int | None] = [None, None]
         self.pins = [0, 0]
+        self.hits = 0
         self.in_l3 = False
         self.backing_up = False
 
@@ -87,7 +92,10 @@ class HiRadixTree:
         node.slots[tier] = slot
 
     def pin(self, path: Sequence[Node], tier: Tier) -> None:
-        """Keep a path, given from the root on, from being evicted from ``tier``."""
+        """Keep a path, given from the root on, from being evicted from ``tier``.
+
+        Several paths can be given as one: pages before their children, each page once.
+        """
         lru = self._lru[tier]
         for node in path:
             if node.pins[tier] == 0:
@@ -116,6 +124,17 @@ class HiRadixTree:
             assert node.parent is not None
             del node.parent.children[node.page_hash]
         return node, slot
+
+    def oldest(self, tier: Tier, count: int) -> list[Node]:
+        """The pages that would leave ``tier`` next, in that order."""
+        return list(islice(self._lru[tier], count))
+
+    def path(self, node: Node) -> list[Node]:
+        """The pages up to ``node``, root first."""
+        path = [node]
+        while (parent := path[-1].parent) is not None and parent is not self.root:
+            path.append(parent)
+        return path[::-1]
 
     def nodes(self) -> Iterator[Node]:
         """All nodes, parents before children."""

@@ -59,6 +59,9 @@ class EngineStats:
     """Slots of L2 in use, those of reads that are still under way included."""
     l1_evicted: int
     l2_evicted: int
+    copied_to_l2: int
+    forgotten: int
+    """Left L1 without a copy in L2: the write policy wanted none, or there was no room."""
     prefetched: int
     """Read from L3 and used."""
     backed_up: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import chain, takewhile
 from queue import Empty
 
 from hicache_storage.engine.controller import BackupOperation, CacheController, Event, Released
@@ -16,6 +17,7 @@ from hicache_storage.engine.pools import DevicePool, HostPool
 from hicache_storage.engine.prefetch import PrefetchOperation
 from hicache_storage.engine.radix import HiRadixTree, Node, Tier
 from hicache_storage.engine.transfer import Transfer
+from hicache_storage.engine.write_policy import WRITE_POLICIES
 from hicache_storage.storage import batches
 
 
@@ -25,6 +27,8 @@ class Counts:
 
     l1_evicted: int = 0
     l2_evicted: int = 0
+    copied_to_l2: int = 0
+    forgotten: int = 0
     prefetched: int = 0
     backed_up: int = 0
     backup_failed: int = 0
@@ -43,7 +47,8 @@ class Load:
 class Tiers:
     """Pages in ``l1`` and ``l2``, copied by ``transfer``, with ``controller`` behind L2 (None: no L3).
 
-    ``backup_wait``: seconds that a request may wait for room in L2 before backups are dropped.
+    ``write_policy`` names one of WRITE_POLICIES. ``backup_wait``: seconds that a request may wait for
+    room in L2 before backups are dropped.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Tiers:
         l2: HostPool,
         transfer: Transfer,
         controller: CacheController | None,
+        write_policy: str,
         backup_wait: float,
     ) -> None:
         self.l1 = l1
@@ -60,6 +66,7 @@ class Tiers:
         self.tree = HiRadixTree()
         self.controller = controller
         self.counts = Counts()
+        self._hits_to_copy = WRITE_POLICIES[write_policy]
         self._backup_wait = backup_wait
         self._expected_events = 0
 
@@ -70,14 +77,10 @@ class Tiers:
 
     def l1_slots(self, count: int) -> list[int]:
         """Slots of L1, taken from other requests' pages if need be."""
-        slots: list[int] = []
-        while len(slots) < count:
-            slot = self.l1.alloc()
-            if slot is None:
-                slot = self._evict(Tier.L1)
-                assert slot is not None  # only the request that runs pins L1, and it fits
-            slots.append(slot)
-        return sorted(slots)  # neighbours are copied as one
+        self._leave_l1(count - self.l1.free_slots)
+        slots = [self.l1.alloc() for _ in range(count)]
+        # only the request that runs pins L1, and it fits
+        return sorted(slot for slot in slots if slot is not None)  # neighbours are copied as one
 
     def l2_slots(self, count: int) -> list[int]:
         """Slots of L2, fewer than ``count`` when all the others stay in use."""
@@ -127,17 +130,30 @@ class Tiers:
         """Copy to L2 what only L1 has of a pinned path, from the root on as far as there is room."""
         nodes = [node for node in path if node.slots[Tier.L2] is None]
         slots = self.l2_slots(len(nodes))
-        self.counts.dropped += len(nodes) - len(slots)
         nodes = nodes[: len(slots)]
         self.transfer.store([node.slot(Tier.L1) for node in nodes], slots)
         for node, slot in zip(nodes, slots, strict=True):
             self.tree.place(node, Tier.L2, slot)
+        self.counts.copied_to_l2 += len(nodes)
+
+    def write_through(self, path: list[Node]) -> None:
+        """Count a request's use of its pages, and copy down what the write policy asks for."""
+        for node in path:
+            node.hits += 1
+        if self._hits_to_copy is not None:
+            hits_to_copy = self._hits_to_copy
+            wanted = list(takewhile(lambda node: node.hits >= hits_to_copy, path))
+            self.copy_to_l2(wanted)
+            self.counts.dropped += sum(node.slots[Tier.L2] is None for node in wanted)
+        self.back_up(path)
 
     def flush(self, tier: Tier) -> int:
         """Evict everything that is not in use; how many pages left."""
         self._handle_events()
+        if tier is Tier.L1:
+            return self._leave_l1(self.l1.slots)
         slots = list(iter(lambda: self._evict(tier), None))
-        (self.l1 if tier is Tier.L1 else self.l2).free(slots)
+        self.l2.free(slots)
         return len(slots)
 
     def fetch(self, hashes: list[str]) -> PrefetchOperation | None:
@@ -185,6 +201,27 @@ class Tiers:
                 return False
         return True
 
+    def _leave_l1(self, count: int) -> int:
+        """Evict the ``count`` least recently used pages from L1, if there are as many; how many left."""
+        leaving = self.tree.oldest(Tier.L1, max(0, count))
+        if self._hits_to_copy is None:
+            self._write_back([node for node in leaving if node.slots[Tier.L2] is None])
+        for _ in leaving:
+            slot = self._evict(Tier.L1)
+            assert slot is not None
+            self.l1.free([slot])
+        return len(leaving)
+
+    def _write_back(self, leaving: list[Node]) -> None:
+        """Copy pages to L2, and the pages before them, as far as there is room."""
+        paths = [self.tree.path(node) for node in leaving]
+        together = list(dict.fromkeys(chain.from_iterable(paths)))
+        self.tree.pin(together, Tier.L2)
+        self.copy_to_l2(together)
+        self.back_up(together)
+        self.counts.dropped += sum(node.slots[Tier.L2] is None for node in leaving)
+        self.tree.unpin(together, Tier.L2)
+
     def _evict(self, tier: Tier) -> int | None:
         """The slot that the least recently used page leaves; None when all are in use."""
         evicted = self.tree.evict(tier)
@@ -193,6 +230,7 @@ class Tiers:
         node, slot = evicted
         if tier is Tier.L1:
             self.counts.l1_evicted += 1
+            self.counts.forgotten += node.slots[Tier.L2] is None
         else:
             self.counts.l2_evicted += 1
             self.counts.dropped += self.controller is not None and not node.in_l3

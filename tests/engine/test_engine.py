@@ -275,7 +275,7 @@ def test_a_request_larger_than_l1_is_refused(storage):
     [
         ("mem_layout", "page_last", "layer_first, page_first, page_first_direct, page_head"),
         ("io_backend", "rdma", "direct, kernel"),
-        ("write_policy", "write_back", "write_through"),
+        ("write_policy", "write_around", "write_through, write_through_selective, write_back"),
         ("prefetch_policy", "never", "best_effort, wait_complete, timeout"),
         ("device", "tpu", "cpu, cuda"),
     ],

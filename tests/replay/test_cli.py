@@ -142,7 +142,7 @@ def test_a_dead_backend_costs_hits_only_and_is_told(run, tmp_path):
         (["--kv-shape", "mha:2"], "KV shape 'mha:2' is not of the form"),
         (["--mem-layout", "page_last"], "mem_layout 'page_last' is none of"),
         (["--io-backend", "rdma"], "io_backend 'rdma' is none of: direct, kernel"),
-        (["--write-policy", "write_back"], "write_policy 'write_back' is none of"),
+        (["--write-policy", "write_around"], "write_policy 'write_around' is none of"),
         (["--prefetch-policy", "never"], "prefetch_policy 'never' is none of"),
         (["--device", "tpu"], "device 'tpu' is none of"),
         (["--l1-tokens", "64"], "l1_tokens 64 do not hold the longest request"),
