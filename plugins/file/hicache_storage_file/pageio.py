@@ -17,29 +17,20 @@ import mmap
 import os
 import stat
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from hicache_storage.batch_pool import Lease
 from hicache_storage.buffers import Buffer, Page, page_nbytes, views
+from hicache_storage.directory.direct import ALIGNMENT
+from hicache_storage.directory.pagefile import create_page, open_page, touch
+from hicache_storage.directory.tree import Directory
 from hicache_storage.storage import Status
-from hicache_storage_file.oserrors import NOT_A_PAGE
-from hicache_storage_file.tree import Directory
-
-ALIGNMENT = 4096
-"""What O_DIRECT asks of addresses, offsets and sizes on any disk of today, in bytes."""
 
 BOUNCE_NBYTES = 1 << 20
 """Memory a thread keeps for reads that must wait for the disk."""
 
-TOUCH_SECONDS = 1.0
-"""A page used again within this time is not marked as used again: it saves writing the inode."""
-
-# O_NONBLOCK: opening a FIFO that somebody planted must not wait for a writer
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 Direct = Literal["never", "cold reads", "always"]
@@ -60,7 +51,7 @@ class PageIO:
 
         Raises OSError, or DeadlineError once the lease is withdrawn.
         """
-        fd = _open_page(directory, name, _READ | (os.O_DIRECT if self._direct == "always" else 0))
+        fd = open_page(directory, name, os.O_DIRECT if self._direct == "always" else 0)
         if isinstance(fd, Status):
             return fd
         try:
@@ -71,14 +62,14 @@ class PageIO:
             done = 0 if self._direct == "always" else self._read_cached(fd, views(page), nbytes, lease)
             if done < nbytes and not self._read_waiting(fd, page, done, nbytes, lease):
                 return Status.CORRUPT
-            _touch(fd, status)
+            touch(fd, status)
             return Status.OK
         finally:
             os.close(fd)
 
     def read(self, directory: Directory, name: str) -> bytearray | Status:
         """The whole file in new memory, or MISSING or CORRUPT. Raises OSError."""
-        fd = _open_page(directory, name, _READ)
+        fd = open_page(directory, name)
         if isinstance(fd, Status):
             return fd
         try:
@@ -92,28 +83,22 @@ class PageIO:
                 if got == 0:
                     return Status.CORRUPT
                 done += got
-            _touch(fd, status)
+            touch(fd, status)
             return value
         finally:
             os.close(fd)
 
-    def write(self, directory: Directory, name: str, pieces: Sequence[memoryview], aligned: bool) -> None:
-        """Create the file ``name`` out of the pieces; removed again when that fails.
+    def write(self, pieces: Sequence[memoryview], aligned: bool, directory: Directory, name: str) -> None:
+        """Create the file ``name`` out of the pieces; what there is of it stays when that fails.
 
         ``aligned``: addresses and sizes of all pieces are multiples of ALIGNMENT. Raises OSError.
         """
         direct = aligned and self._direct == "always"
-        fd = os.open(name, _CREATE | (os.O_DIRECT if direct else 0), 0o600, dir_fd=directory.fd)
+        fd = create_page(directory, name, os.O_DIRECT if direct else 0)
         try:
-            try:
-                os.fchmod(fd, 0o600)  # whatever the umask
-                _write_all(fd, pieces, direct)
-            finally:
-                os.close(fd)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=directory.fd)
-            raise
+            _write_all(fd, pieces, direct)
+        finally:
+            os.close(fd)
 
     def _read_cached(self, fd: int, pieces: list[memoryview], nbytes: int, lease: Lease) -> int:
         """Read from the start on what is there without waiting; returns how much that was."""
@@ -165,37 +150,6 @@ class PageIO:
         return mine
 
 
-def is_aligned(page: Page) -> bool:
-    """Whether O_DIRECT can take the page as it lies in memory."""
-    return all(buffer.address % ALIGNMENT == 0 == buffer.nbytes % ALIGNMENT for buffer in page)
-
-
-def direct_works(directory: Directory) -> bool:
-    """Try O_DIRECT on this very directory: write a block, read it back. Raises OSError without room."""
-    name = "direct-io-probe"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=directory.fd)
-    try:
-        with mmap.mmap(-1, ALIGNMENT) as block:
-            fd = os.open(
-                name,
-                os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC,
-                0o600,
-                dir_fd=directory.fd,
-            )
-            try:
-                return os.pwritev(fd, [block], 0) == os.preadv(fd, [block], 0) == ALIGNMENT
-            finally:
-                os.close(fd)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return False
-        raise
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=directory.fd)
-
-
 def is_in_memory(directory: Directory) -> bool:
     """Whether the directory's file system is memory (tmpfs, ramfs): it knows no RWF_NOWAIT."""
     device = os.fstat(directory.fd).st_dev
@@ -209,23 +163,6 @@ def is_in_memory(directory: Directory) -> bool:
         if before.split()[2] == wanted:
             return after.split()[0] in ("tmpfs", "ramfs")
     return False
-
-
-def _open_page(directory: Directory, name: str, flags: int) -> int | Status:
-    try:
-        return os.open(name, flags, dir_fd=directory.fd)
-    except FileNotFoundError:
-        return Status.MISSING
-    except OSError as error:
-        if error.errno in NOT_A_PAGE:
-            return Status.CORRUPT
-        raise
-
-
-def _touch(fd: int, status: os.stat_result) -> None:
-    if not 0 <= time.time() - status.st_mtime < TOUCH_SECONDS:
-        with contextlib.suppress(OSError):  # read-only, or another user's: eviction knows less then
-            os.utime(fd)
 
 
 def _write_all(fd: int, pieces: Sequence[memoryview], direct: bool) -> None:

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hicache_storage import Namespace
+from hicache_storage.directory.commands import app
 from hicache_storage.layers.integrity import IntegrityLayer
 from hicache_storage_file import FileSettings, FileStorage
-from hicache_storage_file.commands import app
 
 OURS = Namespace(model="llama", page_size=64)
 THEIRS = Namespace(model="qwen", tenant="acme")
@@ -146,7 +146,7 @@ def test_a_page_that_cannot_be_removed_is_counted_and_shows_in_the_exit_status(f
             raise OSError(1, "Operation not permitted")
         real(name, dir_fd=dir_fd)
 
-    monkeypatch.setattr("hicache_storage_file.tree.os.unlink", refuse)
+    monkeypatch.setattr("hicache_storage.directory.tree.os.unlink", refuse)
     result = command("clear", filled, "--all", "--yes")
     assert result.exit_code == 1
     assert "removed 28 pages" in result.text
@@ -154,14 +154,14 @@ def test_a_page_that_cannot_be_removed_is_counted_and_shows_in_the_exit_status(f
 
 
 def test_it_runs_as_a_program_and_survives_ctrl_c(filled, tools):
-    run = [sys.executable, "-c", "from hicache_storage_file.commands import app; app()"]
+    run = [sys.executable, "-c", "from hicache_storage.directory.commands import app; app()"]
     done = subprocess.run([*run, "verify", filled], capture_output=True, text=True, check=True, timeout=60)
     assert "0 corrupt" in done.stdout
     slow = (
-        "import os, time, hicache_storage_file.tree as tree; real = os.unlink\n"
+        "import os, time, hicache_storage.directory.tree as tree; real = os.unlink\n"
         "def unlink(name, *, dir_fd): print(name, flush=True); time.sleep(0.01); real(name, dir_fd=dir_fd)\n"
         "tree.os.unlink = unlink\n"
-        "from hicache_storage_file.commands import app; app()"
+        "from hicache_storage.directory.commands import app; app()"
     )
     clearing = subprocess.Popen(
         [sys.executable, "-c", slow, "clear", str(filled), "--all", "--yes"],

@@ -59,7 +59,7 @@ def test_killed_writers_never_leave_a_torn_page(root, memory, tools):
                         served += 1
             left = list((root / ".hicache" / "tmp").iterdir())
             assert len(left) == 1, "the directories of dead writers are removed"
-            usage = store.inner._opened._usage
+            usage = store.inner._opened.directory._usage
             nbytes = tools.nbytes_on_disk(root)
             assert nbytes <= 16_000_000
             assert usage.totals().nbytes >= nbytes, "a crash never counts too low"

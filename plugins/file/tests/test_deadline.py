@@ -83,7 +83,7 @@ def test_a_hung_write_times_out_and_is_never_published(opened, memory, namespace
     storage.close()
     assert {path.name for path in tools.pages_on_disk(root)} == {"page-0", "page-2"}
     again = opened()
-    assert again._opened._usage.totals().nbytes == tools.nbytes_on_disk(root)
+    assert again._opened.directory._usage.totals().nbytes == tools.nbytes_on_disk(root)
 
 
 def test_pages_that_no_thread_got_to_give_their_room_back(opened, memory, namespace, monkeypatch):
@@ -120,7 +120,7 @@ def test_a_hung_get_raises_deadline_error(opened, namespace, monkeypatch):
 
 def test_a_full_store_answers_within_the_deadline(opened, namespace, monkeypatch, memory):
     storage = opened(capacity=10_000)
-    monkeypatch.setattr("hicache_storage_file.housekeeper.Housekeeper._evict", lambda *_: None)
+    monkeypatch.setattr("hicache_storage.directory.housekeeper.Housekeeper._evict", lambda *_: None)
     keys = [namespace.key(f"page-{i}") for i in range(20)]
     statuses = on_time(lambda: storage.batch_set_from(keys, [memory.page(1000)] * 20))
     assert statuses == [Status.OK] * 10 + [Status.FAILED] * 10

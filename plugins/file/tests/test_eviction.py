@@ -8,11 +8,12 @@ import time
 import pytest
 
 from hicache_storage import CapacityError, Status
-from hicache_storage_file import FileSettings, FileStorage, evict
-from hicache_storage_file import usage as usage_module
-from hicache_storage_file.evict import Remover, free, sweep
-from hicache_storage_file.tree import Tree
-from hicache_storage_file.usage import Usage
+from hicache_storage.directory import evict
+from hicache_storage.directory import usage as usage_module
+from hicache_storage.directory.evict import Remover, free, sweep
+from hicache_storage.directory.tree import Tree
+from hicache_storage.directory.usage import Usage
+from hicache_storage_file import FileSettings, FileStorage
 
 
 def age(tools, root, seconds_by_name):
@@ -111,7 +112,7 @@ def test_a_page_that_cannot_be_removed_does_not_stop_eviction(
                 raise OSError(16, "Device or resource busy")
             real(name, dir_fd=dir_fd)
 
-        monkeypatch.setattr("hicache_storage_file.tree.os.unlink", refuse)
+        monkeypatch.setattr("hicache_storage.directory.tree.os.unlink", refuse)
     try:
         for i in range(20):
             keys = [namespace.key(f"more-{i}-{j}") for j in range(10)]
@@ -166,7 +167,7 @@ def test_several_storages_share_one_limit(opened, memory, namespace, tools, root
         thread.join()
     assert not any(over)
     tools.wait_until(lambda: tools.nbytes_on_disk(root) <= 190_000)
-    assert storages[0]._opened._usage.totals().nbytes >= tools.nbytes_on_disk(root)
+    assert storages[0]._opened.directory._usage.totals().nbytes >= tools.nbytes_on_disk(root)
 
 
 def test_usage_is_exact_once_nobody_writes(opened, memory, namespace, tools, root):
@@ -174,7 +175,7 @@ def test_usage_is_exact_once_nobody_writes(opened, memory, namespace, tools, roo
     keys = [namespace.key(f"page-{i}") for i in range(100)]
     assert all(storage.batch_set_from(keys, [memory.page(i + 1) for i in range(100)]))
     storage.delete(keys[::3])
-    assert storage._opened._usage.totals().nbytes == tools.nbytes_on_disk(root)
+    assert storage._opened.directory._usage.totals().nbytes == tools.nbytes_on_disk(root)
 
 
 @pytest.mark.parametrize("damage", ["removed", "emptied", "garbage"])
@@ -195,7 +196,7 @@ def test_a_recount_sets_counters_right_that_a_crash_left_too_high(opened, namesp
     monkeypatch.setattr(usage_module, "ABANDONED_SECONDS", -1)
     storage = opened()
     storage.set(namespace.key("page"), memoryview(bytes(100)))
-    usage = storage._opened._usage
+    usage = storage._opened.directory._usage
     usage.reserve([(7, 1_000_000)], 1 << 40, 1 << 40)  # and the writer dies
     assert usage.totals().nbytes == 1_000_100
     usage.recount()
@@ -204,19 +205,20 @@ def test_a_recount_sets_counters_right_that_a_crash_left_too_high(opened, namesp
 
 def test_the_first_to_open_drops_the_reservations_of_the_dead(opened, tools):
     storage = opened()
-    storage._opened._usage.reserve([(7, 1_000_000)], 1 << 40, 1 << 40)  # and the writer dies
+    storage._opened.directory._usage.reserve([(7, 1_000_000)], 1 << 40, 1 << 40)  # and the writer dies
     second = opened()
-    assert second._opened._usage.totals().nbytes == 1_000_000, "the first one lives"
+    assert second._opened.directory._usage.totals().nbytes == 1_000_000, "the first one lives"
     storage.close()
     second.close()
     third = opened()
-    tools.wait_until(lambda: third._opened._usage.totals().nbytes == 0)
+    tools.wait_until(lambda: third._opened.directory._usage.totals().nbytes == 0)
 
 
 def test_a_full_store_with_wrong_counters_recovers_by_itself(opened, memory, namespace, monkeypatch, tools):
     monkeypatch.setattr(usage_module, "ABANDONED_SECONDS", -1)
     storage = opened(capacity=100_000)
-    storage._opened._usage.reserve([(i, 390) for i in range(256)], 1 << 40, 1 << 40)  # all of it phantoms
+    phantoms = [(i, 390) for i in range(256)]
+    storage._opened.directory._usage.reserve(phantoms, 1 << 40, 1 << 40)
     page = memory.page(1000)
     tools.wait_until(lambda: storage.batch_set_from([namespace.key("page")], [page]) == [Status.OK])
 

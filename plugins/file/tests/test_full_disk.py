@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from hicache_storage import AccessDeniedError, CapacityError, Status, UnavailableError
-from hicache_storage_file import pageio, writer
+from hicache_storage.directory import writer
+from hicache_storage_file import pageio
 
 
 def until_refused(take):

@@ -114,7 +114,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def recount(self):
-        self.storages[0]._opened._usage.recount()
+        self.storages[0]._opened.directory._usage.recount()
 
     @invariant()
     def stays_within_its_limits(self):

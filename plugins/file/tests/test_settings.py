@@ -4,8 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from hicache_storage import SettingsError
+from hicache_storage.directory.settings import room_nbytes
 from hicache_storage_file import FileSettings, FileStorage
-from hicache_storage_file.settings import room_nbytes
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from hicache_storage import (
     SettingsError,
     Status,
 )
+from hicache_storage.directory.tree import _names
 from hicache_storage.namespace import check_name
 from hicache_storage_file import FileSettings, FileStorage, pageio
-from hicache_storage_file.tree import _names
 
 
 def test_a_batch_comes_back_byte_for_byte(opened, memory, namespace, tools):
@@ -348,15 +348,15 @@ def test_a_removed_tree_is_made_anew_under_a_live_server(opened, memory, namespa
     assert storage.batch_get_into(keys[:1], [memory.page(4096)]) == [Status.MISSING]
     assert all(storage.batch_set_from(keys, pages))
     assert all(storage.batch_exists(keys))
-    reader._opened._housekeeper.refresh()
+    reader._opened.directory._housekeeper.refresh()
     assert all(reader.batch_exists(keys))
     assert int(storage.describe()["pages"]) >= 20
-    storage._opened._usage.recount()
+    storage._opened.directory._usage.recount()
     assert storage.describe()["pages"] == "20"
 
 
 def test_it_works_with_hardly_any_descriptors(opened, memory, namespace, monkeypatch):
-    monkeypatch.setattr("hicache_storage_file.tree._spare_descriptors", lambda: 3)
+    monkeypatch.setattr("hicache_storage.directory.tree._spare_descriptors", lambda: 3)
     storage = opened()
     before = len(os.listdir("/proc/self/fd"))
     keys = [namespace.key(f"page-{i}") for i in range(200)]
@@ -369,11 +369,12 @@ def test_it_works_with_hardly_any_descriptors(opened, memory, namespace, monkeyp
 
 def test_in_a_forked_child_it_says_so_instead_of_hanging(opened, namespace):
     storage = opened()
-    storage._opened.pid += 1  # what a child sees; forking a process with threads is no test's business
+    # what a child sees; forking a process with threads is no test's business
+    storage._opened.directory.pid += 1
     for call in (lambda: storage.exists(namespace.key("a")), lambda: storage.set(namespace.key("a"), b"")):
         with pytest.raises(ClosedError, match="forked"):
             call()
-    storage._opened.pid -= 1
+    storage._opened.directory.pid -= 1
 
 
 def test_after_close_every_call_raises_closed_error(opened, memory, namespace):
@@ -406,13 +407,13 @@ def test_pages_are_there_after_reopening(opened, memory, namespace, tools):
 
 
 def test_direct_io_on_is_refused_where_the_disk_cannot(root, namespace, monkeypatch):
-    monkeypatch.setattr("hicache_storage_file.storage.direct_works", lambda directory: False)
+    monkeypatch.setattr("hicache_storage.directory.pages.direct_works", lambda directory: False)
     with pytest.raises(SettingsError, match="direct_io"):
         FileStorage(FileSettings(root=root, direct_io="on"), namespace)
 
 
 def test_direct_io_auto_falls_back_and_says_so_once(opened, root, namespace, monkeypatch, caplog):
-    monkeypatch.setattr("hicache_storage_file.storage.direct_works", lambda directory: False)
+    monkeypatch.setattr("hicache_storage.directory.pages.direct_works", lambda directory: False)
     storage = opened(direct_io="auto")
     storage.set(namespace.key("a"), memoryview(b"x"))
     assert caplog.text.count("O_DIRECT") == 1
@@ -465,7 +466,7 @@ def test_storages_may_open_and_close_at_the_same_time(root, namespace):
     assert problems == []
     with FileStorage(FileSettings(root=root, min_free=0), namespace) as storage:
         assert int(storage.describe()["pages"]) >= 100, "a recount while others write may count too much"
-        storage._opened._usage.recount()
+        storage._opened.directory._usage.recount()
         assert storage.describe()["pages"] == "100"
         assert len(list((root / ".hicache" / "tmp").iterdir())) == 1
 

@@ -12,11 +12,11 @@ import threading
 import time
 from dataclasses import dataclass
 
-from hicache_storage_file.evict import Remover, free
-from hicache_storage_file.locks import open_lock, try_lock, unlock
-from hicache_storage_file.staging import Staging
-from hicache_storage_file.tree import SHARDS, Tree
-from hicache_storage_file.usage import Usage
+from hicache_storage.directory.evict import Remover, free
+from hicache_storage.directory.locks import open_lock, try_lock, unlock
+from hicache_storage.directory.staging import Staging
+from hicache_storage.directory.tree import SHARDS, Tree
+from hicache_storage.directory.usage import Usage
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Housekeeper:
         self.evicted_pages = 0
         self.stuck_pages = 0
         """Pages that the last eviction could not remove."""
-        self._thread = threading.Thread(target=self._run, name="hicache-file-housekeeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hicache-housekeeper", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hicache_storage_file.tree import Directory, Handle
+from hicache_storage.directory.tree import Directory, Handle
 
 
 def open_lock(directory: Directory, name: str) -> Handle:

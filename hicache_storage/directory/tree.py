@@ -28,9 +28,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from hicache_storage.directory.oserrors import NO_DESCRIPTORS, NOT_A_PAGE
 from hicache_storage.errors import InvalidKeyError
 from hicache_storage.namespace import MAX_NAME_LENGTH, Namespace, check_name
-from hicache_storage_file.oserrors import NO_DESCRIPTORS, NOT_A_PAGE
 
 SHARDS = 256
 BOOKKEEPING = ".hicache"

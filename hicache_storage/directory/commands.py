@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hicache_storage_file.evict import Remover, free, sweep
-from hicache_storage_file.settings import room_nbytes
-from hicache_storage_file.tree import BOOKKEEPING, SHARDS, Entry, Tree
-from hicache_storage_file.usage import Usage
-from hicache_storage_file.verify import problem_with
+from hicache_storage.directory.evict import Remover, free, sweep
+from hicache_storage.directory.settings import room_nbytes
+from hicache_storage.directory.tree import BOOKKEEPING, SHARDS, Entry, Tree
+from hicache_storage.directory.usage import Usage
+from hicache_storage.directory.verify import problem_with
 
-app = typer.Typer(help="Look after a directory of the file backend.", no_args_is_help=True)
+app = typer.Typer(help="Look after a directory of pages.", no_args_is_help=True)
 
 Root = Annotated[Path, typer.Argument(metavar="DIR", help="The root directory of the store")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed")]

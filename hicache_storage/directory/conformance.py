@@ -1,4 +1,4 @@
-"""The way round this backend to its files, by which hicache-conformance damages them."""
+"""The way round a backend to the files of its directory, by which hicache-conformance damages them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 from hicache_storage import HiCacheStorage
 
 
-class FileCorruptor:
-    """Reads and writes the object of a key as another program would: without the backend."""
+class DirectoryCorruptor:
+    """Reads and writes the object of a key as another program would: without the backend.
+
+    For any backend whose setting ``root`` names the directory.
+    """
 
     def __init__(self, storage: HiCacheStorage) -> None:
         self._root = Path(storage.settings.root)

@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from hicache_storage_file.tree import SHARDS, Entry, Tree
-from hicache_storage_file.usage import Usage
+from hicache_storage.directory.tree import SHARDS, Entry, Tree
+from hicache_storage.directory.usage import Usage
 
 logger = logging.getLogger(__name__)
 

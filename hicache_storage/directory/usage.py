@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hicache_storage_file.locks import locked
-from hicache_storage_file.tree import SHARDS, Directory, Handle, Place, Tree
+from hicache_storage.directory.locks import locked
+from hicache_storage.directory.tree import SHARDS, Directory, Handle, Place, Tree
 
 USAGE = "usage"
 

@@ -16,9 +16,9 @@ import secrets
 import threading
 from collections.abc import Callable
 
+from hicache_storage.directory.locks import locked, open_lock, try_lock, unlock
+from hicache_storage.directory.tree import Directory, Handle, Tree
 from hicache_storage.errors import ClosedError
-from hicache_storage_file.locks import locked, open_lock, try_lock, unlock
-from hicache_storage_file.tree import Directory, Handle, Tree
 
 TMP = "tmp"
 LOCK = "lock"

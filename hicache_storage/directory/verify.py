@@ -6,9 +6,9 @@ import os
 
 import xxhash
 
+from hicache_storage.directory.direct import ALIGNMENT
+from hicache_storage.directory.tree import Entry, Place, Tree
 from hicache_storage.header import PLAIN_NBYTES, VERSION, header_nbytes, key_hash, unpack
-from hicache_storage_file.pageio import ALIGNMENT
-from hicache_storage_file.tree import Entry, Place, Tree
 
 _CHUNK_NBYTES = 1 << 20
 
