@@ -75,6 +75,7 @@ def launch(
         words,
         ROWS=row_block,
         WORDS=word_block,
+        enable_fp_fusion=False,
     )
 
 

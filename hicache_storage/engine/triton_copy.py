@@ -21,7 +21,7 @@ def blocks(rows: int, words: int, word_nbytes: int) -> tuple[int, int]:
     return min(height, triton.next_power_of_2(rows)), width
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_layer", "last_layer"])
 def copy_rows(
     source,
     target,

@@ -101,6 +101,32 @@ def test_the_gpus_kernel_moves_the_same_bytes_in_the_interpreter(interpreted, sh
     check_both_ways(interpreted, shape, layout, by_layer)
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_gpus_kernel_compiles_and_moves_sixteen_bytes_a_thread(monkeypatch, tmp_path, capability):
+    triton = pytest.importorskip("triton", reason="triton is not installed: make test-triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    copy = kernel.load_kernel()
+    names = copy.copy_rows.arg_names
+    signature = dict.fromkeys(names, "i32")
+    signature |= dict.fromkeys(("source", "target", "source_slots", "target_slots"), "*i64")
+    signature |= dict.fromkeys(("ROWS", "WORDS"), "constexpr")
+    rows, words = copy.blocks(64 * 8, 32, 8)  # Llama-3.1-8B, 64 tokens: all strides are multiples of 16
+    multiples = ("source", "target", "page", "kv", "layer", "token", "head", "words")
+    divisible = [i for i, name in enumerate(names) if name.split("_")[-1] in multiples]
+    compiled = triton.compile(
+        triton.compiler.ASTSource(
+            copy.copy_rows,
+            signature,
+            constexprs={"ROWS": rows, "WORDS": words},
+            attrs={(i,): [["tt.divisibility", 16]] for i in divisible if "first" not in names[i]},
+        ),
+        target=triton.backends.compiler.GPUTarget("cuda", capability, 32),
+        options={"enable_fp_fusion": False},
+    )
+    assert compiled.asm["ptx"].count("ld.global.v2.b64") >= 4  # in flight at once
+    assert compiled.asm["ptx"].count("st.global.v2.b64") >= 4
+
+
 def test_a_page_of_page_first_direct_is_one_copy_for_keys_and_one_for_values():
     l1, l2 = open_pools(KVShape.mha(5, 2, 8), PAGE_FIRST_DIRECT)
     pieces = list(direct.pieces(l2, [7, 3], l1, [0, 4], range(5)))
