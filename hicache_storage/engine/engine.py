@@ -151,12 +151,15 @@ class TierEngine:
                     f"a request of {len(tokens)} tokens ({len(hashes)} pages) does not fit in L1 of "
                     f"{self._tiers.l1.slots} pages; raise l1_tokens"
                 )
+            if prefetch is not None:
+                if prefetch.hashes != hashes:
+                    raise ValueError("the prefetch was begun for other tokens")
+                self._end_waiting(prefetch)
+                if prefetch.operation is None:  # there may be reason, or room, by now
+                    give_up(self._tiers, prefetch)
+                    prefetch = None
             if prefetch is None:
                 prefetch = self._begin_prefetch(hashes)
-            elif prefetch.hashes != hashes:
-                raise ValueError("the prefetch was begun for other tokens")
-            else:
-                self._end_waiting(prefetch)
             request = Prefill(self._tiers, self._compute, self.options.patience, self.page_size)
             return request.run(tokens, prefetch)
 

@@ -64,6 +64,9 @@ class EngineStats:
     """Left L1 without a copy in L2: the write policy wanted none, or there was no room."""
     prefetched: int
     """Read from L3 and used."""
+    prefetch_limited: int
+    """Not asked of L3, since prefetches of waiting requests held their share of L2; a request that has
+    waited asks again when it runs."""
     backed_up: int
     backup_failed: int
     """The storage did not take them, or was not asked any more; they stay in L2 while there is room."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import chain, takewhile
 from queue import Empty
 
 from hicache_storage.engine.controller import BackupOperation, CacheController, Event, Released
@@ -17,8 +16,12 @@ from hicache_storage.engine.pools import DevicePool, HostPool
 from hicache_storage.engine.prefetch import PrefetchOperation
 from hicache_storage.engine.radix import HiRadixTree, Node, Tier
 from hicache_storage.engine.transfer import Transfer
-from hicache_storage.engine.write_policy import WRITE_POLICIES
+from hicache_storage.engine.write_policy import WRITE_POLICIES, use, with_prefixes
 from hicache_storage.storage import batches
+
+_PREFETCH_SHARE = 0.8
+"""Of the room that L2 has beyond L1, what waiting prefetches may hold before no more are begun: SGLang's
+``prefetch_capacity_limit`` up to 0.5.14 (0.5.23 takes half of L2, and lets L2 be smaller than L1)."""
 
 
 @dataclass(slots=True)
@@ -30,6 +33,7 @@ class Counts:
     copied_to_l2: int = 0
     forgotten: int = 0
     prefetched: int = 0
+    prefetch_limited: int = 0
     backed_up: int = 0
     backup_failed: int = 0
     dropped: int = 0
@@ -68,6 +72,7 @@ class Tiers:
         self.counts = Counts()
         self._hits_to_copy = WRITE_POLICIES[write_policy]
         self._backup_wait = backup_wait
+        self._prefetching = 0
         self._expected_events = 0
 
     @property
@@ -137,14 +142,10 @@ class Tiers:
         self.counts.copied_to_l2 += len(nodes)
 
     def write_through(self, path: list[Node]) -> None:
-        """Count a request's use of its pages, and copy down what the write policy asks for."""
-        for node in path:
-            node.hits += 1
-        if self._hits_to_copy is not None:
-            hits_to_copy = self._hits_to_copy
-            wanted = list(takewhile(lambda node: node.hits >= hits_to_copy, path))
-            self.copy_to_l2(wanted)
-            self.counts.dropped += sum(node.slots[Tier.L2] is None for node in wanted)
+        """Count a request's use of its pages, and copy down those that the write policy asks for."""
+        wanted = use(path, self._hits_to_copy)
+        self.copy_to_l2(wanted)
+        self.counts.dropped += sum(node.slots[Tier.L2] is None for node in wanted)
         self.back_up(path)
 
     def flush(self, tier: Tier) -> int:
@@ -156,19 +157,29 @@ class Tiers:
         self.l2.free(slots)
         return len(slots)
 
+    @property
+    def prefetch_is_limited(self) -> bool:
+        """Whether waiting prefetches hold so much of L2 that no other may begin."""
+        return self._prefetching >= _PREFETCH_SHARE * (self.l2.slots - self.l1.slots)
+
     def fetch(self, hashes: list[str]) -> PrefetchOperation | None:
-        """Begin to read pages into L2, as many as there is room for; None without L3."""
+        """Begin to read pages into L2, as many as there is room for; None without L3, or when limited."""
         if self.controller is None:
+            return None
+        if self.prefetch_is_limited:
+            self.counts.prefetch_limited += len(hashes)
             return None
         slots = self.l2_slots(len(hashes))
         pages = [self.l2.page(slot) for slot in slots]
         operation = PrefetchOperation(hashes[: len(slots)], slots, pages)
+        self._prefetching += len(slots)
         self.controller.prefetch(operation)
         return operation
 
     def collect(self, operation: PrefetchOperation) -> list[int]:
         """Stop the prefetch; the L2 slots of its complete pages, which the caller has to place or free."""
         completed, free, in_flight = operation.stop()
+        self._prefetching -= len(operation.slots)
         self.l2.free(free)
         self._expected_events += in_flight
         return operation.slots[:completed]
@@ -214,8 +225,7 @@ class Tiers:
 
     def _write_back(self, leaving: list[Node]) -> None:
         """Copy pages to L2, and the pages before them, as far as there is room."""
-        paths = [self.tree.path(node) for node in leaving]
-        together = list(dict.fromkeys(chain.from_iterable(paths)))
+        together = with_prefixes(self.tree, leaving)
         self.tree.pin(together, Tier.L2)
         self.copy_to_l2(together)
         self.back_up(together)

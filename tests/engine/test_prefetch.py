@@ -245,6 +245,32 @@ def test_a_prefetch_is_good_for_one_request_and_for_its_own(storage):
             engine.cancel(waiting)
 
 
+def test_waiting_requests_hold_no_more_than_their_share_of_l2(storage, gate):
+    """SGLang's limit: 0.8 of what L2 has beyond L1, which is 32 pages here."""
+    for salt in range(4):
+        store(storage, prompt(20, salt))
+    storage.before["exists"] = gate
+    with open_engine(storage) as engine:
+        first, second, third = (engine.prefetch(prompt(20, salt)) for salt in range(3))
+        assert None not in (first.operation, second.operation)  # 0 and 20 pages are less than 25.6
+        assert third.operation is None
+        assert engine.stats.prefetch_limited == 20
+        gate.opened.set()
+        engine.cancel(first)
+        assert engine.prefetch(prompt(20, 3)).operation is not None
+
+
+def test_a_request_that_was_held_back_asks_again_when_it_runs(storage):
+    for salt in range(3):
+        store(storage, prompt(20, salt))
+    with open_engine(storage) as engine:
+        waiting = [(salt, engine.prefetch(prompt(20, salt))) for salt in range(3)]
+        reports = [engine.prefill(prompt(20, salt), prefetch) for salt, prefetch in waiting]
+        assert engine.stats.prefetch_limited == 20
+    assert [report.pages(Source.L3) for report in reports] == [20, 20, 20]
+    assert sum(report.wrong_bytes for report in reports) == 0
+
+
 def test_a_policy_that_is_unknown_names_the_choices():
     with pytest.raises(SettingsError, match="none of: best_effort, wait_complete, timeout"):
         PrefetchPolicy("eager")
