@@ -14,9 +14,11 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from hicache_storage.buffers import Buffer
 from hicache_storage.engine.compute import Compute
 from hicache_storage.engine.controller import CacheController
 from hicache_storage.engine.layouts import Layout, find_layout
+from hicache_storage.engine.memory_limits import memlock_shortage
 from hicache_storage.engine.options import EngineOptions, resolve
 from hicache_storage.engine.oracle import Oracle
 from hicache_storage.engine.page_hash import page_hashes
@@ -78,14 +80,15 @@ class TierEngine:
             self.options.hicache_size,
         )
         l1 = DevicePool(shape, page_size, l1_slots, device)
-        l2 = HostPool(shape, page_size, l2_slots, layout, device)
+        hugepages, prefault = self.options.hugepages, self.options.prefault
+        l2 = HostPool(shape, page_size, l2_slots, layout, device, hugepages, prefault=prefault)
         self._compute = compute or Oracle(shape, page_size, device)
         self._storage = storage
         controller = None
         try:
             transfer = open_transfer(self.options.io_backend, l1, l2)
             if storage is not None:
-                storage.register_buffer(l2.buffer)
+                _register(storage, l2.buffer)
                 controller = CacheController(storage, -(-self.options.prefetch_threshold // page_size))
         except BaseException:
             l2.close()
@@ -229,3 +232,12 @@ def _check_layout(storage: HiCacheStorage | None, layout: Layout) -> None:
             f"the storage was opened for pages laid out as {said}, and mem_layout {layout.name} stores "
             f"{layout.object_layout}; open it with shape.namespace(page_size, {layout.name!r})"
         )
+
+
+def _register(storage: HiCacheStorage, buffer: Buffer) -> None:
+    try:
+        storage.register_buffer(buffer)
+    except Exception:
+        if advice := memlock_shortage(buffer.nbytes):
+            logger.warning("the storage did not register L2, perhaps for this: %s", advice)
+        raise

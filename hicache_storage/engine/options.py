@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from hicache_storage.engine.host_memory import check_hugepages
 from hicache_storage.engine.layouts import PAGE_FIRST, PAGE_FIRST_DIRECT, find_layout
 from hicache_storage.engine.prefetch import PrefetchPolicy
 from hicache_storage.engine.transfer import check_io_backend
@@ -45,6 +46,10 @@ class EngineOptions:
     """Order of the axes in L2; see ``layouts``."""
     io_backend: str = "direct"
     """How L1 and L2 exchange pages; see ``transfer``."""
+    hugepages: str | None = None
+    """Back L2 with huge pages of this size (2MB, 1GB), or fail."""
+    prefault: bool = False
+    """Take all of L2's memory when the engine is opened, not when it is first used. CUDA does anyway."""
     write_policy: str = "write_through"
     """When a page is copied to L2; see ``write_policy``."""
     prefetch_policy: str = "timeout"
@@ -97,6 +102,7 @@ def _check(options: EngineOptions) -> None:
         raise SettingsError(f"write_policy {options.write_policy!r} is none of: {', '.join(WRITE_POLICIES)}")
     find_layout(options.mem_layout)
     check_io_backend(options.io_backend)
+    check_hugepages(options.hugepages)
     if options.mem_layout == "page_head" and options.io_backend != "kernel":
         raise SettingsError(
             f"mem_layout page_head needs io_backend kernel, not {options.io_backend}: "

@@ -9,14 +9,14 @@ multiple of 8, bytes otherwise.
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
 from hicache_storage.buffers import Buffer
+from hicache_storage.engine.host_memory import allocate, pin, unpin
 from hicache_storage.engine.layouts import LAYER_FIRST, Layout
+from hicache_storage.engine.memory_limits import human
 from hicache_storage.engine.shape import KVShape
 from hicache_storage.errors import SettingsError
 
@@ -70,7 +70,7 @@ class DevicePool(PagePool):
         try:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
-            raise MemoryError(f"L1 of {_human(nbytes)} does not fit on {device}: {error}") from error
+            raise MemoryError(f"L1 of {human(nbytes)} does not fit on {device}: {error}") from error
         super().__init__(memory, shape, page_size, slots, LAYER_FIRST)
 
 
@@ -78,29 +78,31 @@ class HostPool(PagePool):
     """L2: pages in host memory, one page-aligned allocation that copies and backends address.
 
     For a CUDA device it is pinned (``cudaHostRegister``, as SGLang does it), so that
-    cudaMemcpyAsync runs beside the kernels. ``memory_kind`` says which memory it is.
+    cudaMemcpyAsync runs beside the kernels. ``memory_kind`` says which memory it is. For
+    ``hugepages`` and ``prefault`` see ``host_memory``.
     """
 
     def __init__(
-        self, shape: KVShape, page_size: int, slots: int, layout: Layout, device: torch.device
+        self,
+        shape: KVShape,
+        page_size: int,
+        slots: int,
+        layout: Layout,
+        device: torch.device,
+        hugepages: str | None = None,
+        *,
+        prefault: bool = False,
     ) -> None:
         nbytes = slots * shape.page_nbytes(page_size)
-        available = available_memory()
-        if available is not None and nbytes > available:
-            raise MemoryError(
-                f"L2 of {_human(nbytes)} does not fit: {_human(available)} of host memory are available; "
-                "lower hicache_size or hicache_ratio"
-            )
-        try:
-            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(f"L2 of {_human(nbytes)} cannot be allocated: {error}") from error
-        self.buffer = Buffer.of(memory)
+        mapping = allocate(nbytes, hugepages, prefault=prefault)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
+        self.buffer = Buffer.of(mapping).slice(0, nbytes)
         self._pinned = device.type == "cuda"
         if self._pinned:
-            _cuda_register(self.buffer)
-        super().__init__(torch.frombuffer(memory, dtype=torch.uint8), shape, page_size, slots, layout)
-        self.memory_kind = "pinned (cudaHostRegister)" if self._pinned else "pageable (page-aligned mmap)"
+            pin(self.buffer)
+        super().__init__(memory, shape, page_size, slots, layout)
+        pages = "page-aligned mmap" if hugepages is None else f"huge pages of {hugepages}"
+        self.memory_kind = f"pinned (cudaHostRegister), {pages}" if self._pinned else f"pageable, {pages}"
         self._pieces = layout.pieces(self.sizes)
         self._piece_nbytes = nbytes // slots // self._pieces
 
@@ -115,7 +117,7 @@ class HostPool(PagePool):
         super().close()
         if self._pinned:
             self._pinned = False
-            _cuda_unregister(self.buffer)
+            unpin(self.buffer)
         self.buffer = Buffer(0, 0)
 
 
@@ -148,30 +150,3 @@ def find_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device 'cuda': torch sees no CUDA device here")
     return torch.device(name)
-
-
-def available_memory() -> int | None:
-    """Bytes of host memory that can be had without swapping; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
-
-
-def _cuda_register(buffer: Buffer) -> None:
-    status = torch.cuda.cudart().cudaHostRegister(buffer.address, buffer.nbytes, 0)  # type: ignore[no-untyped-call]
-    if int(status) != 0:
-        raise MemoryError(
-            f"L2 of {_human(buffer.nbytes)} cannot be pinned (cudaHostRegister: error {int(status)}); "
-            "raise the memlock limit (ulimit -l) or lower hicache_size"
-        )
-
-
-def _cuda_unregister(buffer: Buffer) -> None:
-    torch.cuda.cudart().cudaHostUnregister(buffer.address)  # type: ignore[no-untyped-call]
-
-
-def _human(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB"

@@ -93,7 +93,7 @@ def test_slots_run_out_and_come_back():
 
 
 def test_memory_that_is_not_there_is_a_clear_error():
-    with pytest.raises(MemoryError, match=r"L2 of .* does not fit: .* available; lower hicache_size"):
+    with pytest.raises(MemoryError, match=r"L2 of .* does not fit: .* are left .*; lower hicache_size"):
         HostPool(KVShape.parse("mla:64x4096:fp32"), 4096, 1 << 16, LAYER_FIRST, CPU)
 
 
