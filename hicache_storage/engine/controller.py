@@ -2,7 +2,7 @@
 
 As in SGLang there is one query, one prefetch and one backup thread, which call the storage with
 batches of at most 128 pages. They touch no tree and no free list: what they finish comes back as
-events, and the engine's thread acts on these. Whatever a storage raises or answers wrongly is a miss.
+events, and the engine's thread acts on these.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeAlias, TypeVar
 
-from hicache_storage.buffers import Page
+from hicache_storage.engine.page_objects import KV, PageObjects, Parts
 from hicache_storage.engine.prefetch import PrefetchOperation
 from hicache_storage.engine.radix import Node
-from hicache_storage.storage import HiCacheStorage, Status, batches
+from hicache_storage.engine.ranks import Asking, Ranks, as_flags, longest_of
+from hicache_storage.hybrid import leading_run
+from hicache_storage.storage import batches
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +33,16 @@ class BackupOperation:
 
     nodes: list[Node]
     path: list[Node]
-    pages: Sequence[Page]
+    wanted: list[Parts]
+    slots: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class BackedUp:
-    """Event: a backup ended; one flag a page."""
+    """Event: a backup ended; what is stored of each page."""
 
     operation: BackupOperation
-    stored: list[bool]
+    stored: list[Parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +96,33 @@ class Worker(Generic[T]):
 
 
 class CacheController:
-    """Queries, prefetches and backups against ``storage``, which stays the caller's to close."""
+    """Queries, prefetches and backups of ``objects``.
 
-    def __init__(self, storage: HiCacheStorage, min_prefetch_pages: int) -> None:
+    ``restorable`` tells the prefix lengths that can be restored of pages that have these parts;
+    ``ranks`` agree on one of them, and it is fetched when it gains ``min_prefetch_pages``.
+    """
+
+    def __init__(
+        self,
+        objects: PageObjects,
+        min_prefetch_pages: int,
+        restorable: Callable[[Sequence[Parts]], Sequence[int]],
+        ranks: Ranks,
+    ) -> None:
         self.events: SimpleQueue[Event] = SimpleQueue()
-        self._storage = storage
+        self.written = objects.written
+        self._objects = objects
         self._min_prefetch_pages = min_prefetch_pages
-        self._errors = {"query": 0, "prefetch": 0, "backup": 0}  # one writer each
-        self._queries = Worker("query", self._query, _abandon)
+        self._restorable = restorable
+        self._ranks = ranks
+        self._queries = Worker("query", self._query, self._query_nothing)
         self._prefetches = Worker("prefetch", self._prefetch, _abandon)
         self._backups: Worker[BackupOperation] = Worker("backup", self._backup, lambda _operation: None)
 
     @property
     def storage_errors(self) -> int:
         """Calls that raised."""
-        return sum(self._errors.values())
+        return self._objects.errors
 
     def prefetch(self, operation: PrefetchOperation) -> None:
         """Look up the operation's pages, then read the leading ones that exist into their slots.
@@ -137,61 +152,62 @@ class CacheController:
         return all(ended)
 
     def _query(self, operation: PrefetchOperation) -> None:
-        hits = 0
-        for batch in batches(len(operation.hashes)):
-            keys = operation.hashes[batch]
-            found = self._call("query", self._storage.batch_exists, keys)
-            run = leading(found[: len(keys)], bool)
-            hits += run
-            if run < len(keys):
-                break
-        if hits < max(1, self._min_prefetch_pages):
+        try:
+            operation.narrow(self._worth_reading(operation))
+        except BaseException:
             operation.done.set()
-            return
-        operation.hashes = operation.hashes[:hits]
+            raise
         self._prefetches.put(operation)
+
+    def _query_nothing(self, operation: PrefetchOperation) -> None:
+        """The other ranks ask about this request too, and one that is missing would hold them up."""
+        operation.stop()
+        self._query(operation)
+
+    def _worth_reading(self, operation: PrefetchOperation) -> Sequence[Parts]:
+        """The parts of the pages that all ranks are going to read."""
+        start = len(operation.known)
+        parts = [*operation.known, *self._in_l3(operation)]
+        flags = as_flags(self._restorable(parts), len(operation.request))
+        known, *agreed = self._ranks.agree(Asking.LOOKUP, operation.request[-1], [start, *flags])
+        end = longest_of(agreed)
+        is_worth_it = end - known >= max(1, self._min_prefetch_pages)
+        return parts[start:end] if is_worth_it else []
+
+    def _in_l3(self, operation: PrefetchOperation) -> list[Parts]:
+        """What L3 has of the operation's leading pages."""
+        parts: list[Parts] = []
+        for batch in batches(len(operation.hashes)):
+            if operation.is_stopped:
+                break
+            found = self._objects.exists(operation.hashes[batch])
+            run = leading_run([bool(have & KV) for have in found])
+            parts += found[:run]
+            if run < len(found):
+                break
+        return parts
 
     def _prefetch(self, operation: PrefetchOperation) -> None:
         try:
             for batch in batches(len(operation.hashes)):
                 if not operation.begin(batch):
                     break
-                keys, pages = operation.hashes[batch], operation.pages[batch]
+                hashes, slots = operation.hashes[batch], operation.slots[batch]
                 began = time.perf_counter()
-                statuses = self._call("prefetch", self._storage.batch_get_into, keys, pages)
+                got = self._objects.get(hashes, operation.wanted[batch], slots)
                 operation.read_seconds += time.perf_counter() - began
-                run = leading(statuses[: len(keys)], lambda status: status is Status.OK)
-                if released := operation.end(batch, run):
+                run = leading_run([bool(have & KV) for have in got])
+                if released := operation.end(batch, got[:run]):
                     self.events.put(Released(released))
-                if run < len(keys):
+                if run < len(hashes):
                     break
         finally:
             operation.done.set()
 
     def _backup(self, operation: BackupOperation) -> None:
-        keys = [node.page_hash for node in operation.nodes]
-        statuses = self._call("backup", self._storage.batch_set_from, keys, operation.pages)
-        stored = [status is Status.OK for status in statuses[: len(keys)]]
-        stored += [False] * (len(keys) - len(stored))
+        hashes = [node.page_hash for node in operation.nodes]
+        stored = self._objects.set(hashes, operation.wanted, operation.slots)
         self.events.put(BackedUp(operation, stored))
-
-    def _call(self, worker: str, method: Callable[..., list[T]], *arguments: object) -> list[T]:
-        """The storage's answer, or an empty one when it raises or is no list."""
-        try:
-            answer = method(*arguments)
-        except Exception as error:
-            self._errors[worker] += 1
-            logger.warning("storage failed in %s: %s: %s", worker, type(error).__name__, error)
-            return []
-        return answer if isinstance(answer, list) else []
-
-
-def leading(answers: Sequence[T], good: Callable[[T], bool]) -> int:
-    """How many answers there are before the first that is not good."""
-    for index, answer in enumerate(answers):
-        if not good(answer):
-            return index
-    return len(answers)
 
 
 def _abandon(operation: PrefetchOperation) -> None:

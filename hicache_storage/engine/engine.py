@@ -17,19 +17,24 @@ from typing import TYPE_CHECKING, Any
 from hicache_storage.buffers import Buffer
 from hicache_storage.engine.compute import Compute
 from hicache_storage.engine.controller import CacheController
-from hicache_storage.engine.layouts import Layout, find_layout
+from hicache_storage.engine.layouts import find_layout
 from hicache_storage.engine.memory_limits import memlock_shortage
 from hicache_storage.engine.options import EngineOptions, resolve
 from hicache_storage.engine.oracle import Oracle
 from hicache_storage.engine.page_hash import page_hashes
+from hicache_storage.engine.page_objects import PageObjects, Part
 from hicache_storage.engine.pools import DevicePool, HostPool, find_device, pool_slots
 from hicache_storage.engine.prefill import Prefetch, Prefill, begin_prefetch, give_up
 from hicache_storage.engine.radix import Tier
+from hicache_storage.engine.ranks import Asking, OneRank, Ranks
 from hicache_storage.engine.report import EngineStats, PrefillReport
 from hicache_storage.engine.shape import KVShape
+from hicache_storage.engine.shard import Shard
+from hicache_storage.engine.side_pools import SidePool, SidePools
 from hicache_storage.engine.tiers import Tiers
 from hicache_storage.engine.transfer import open_transfer
 from hicache_storage.errors import ClosedError, SettingsError
+from hicache_storage.namespace import Namespace
 from hicache_storage.storage import HiCacheStorage
 
 if TYPE_CHECKING:
@@ -61,17 +66,23 @@ class TierEngine:
         *,
         storage: HiCacheStorage | None = None,
         compute: Compute | None = None,
+        ranks: Ranks | None = None,
+        tp_lcm_size: int | None = None,
+        side_pools: Sequence[SidePool] = (),
         **options: Any,
     ) -> None:
         self.options, self.notes = resolve(EngineOptions(page_size, **options))
         for note in self.notes:
             logger.warning("%s", note)
-        self.shape = shape
+        ranks = ranks or OneRank()
+        self.shard = shard = Shard(shape, ranks.place, tp_lcm_size)
+        self.shape = shape = shard.shape
         self.page_size = page_size
         self.page_nbytes = shape.page_nbytes(page_size)
         device = find_device(self.options.device)
         layout = find_layout(self.options.mem_layout, shape.attention)
-        _check_layout(storage, layout)
+        shard.check_layout(layout.name)
+        _check_identity(storage, shard.namespace(page_size, layout.name), layout.name)
         l1_slots, l2_slots = pool_slots(
             page_size,
             self.page_nbytes,
@@ -79,21 +90,39 @@ class TierEngine:
             self.options.hicache_ratio,
             self.options.hicache_size,
         )
+        # what one rank is refused above all are; what differs from here on is an error on all
+        ranks.agree(Asking.REQUEST, f"opening {shard.model}, {tp_lcm_size}, {side_pools}, {self.options}", [])
         l1 = DevicePool(shape, page_size, l1_slots, device)
         hugepages, prefault = self.options.hugepages, self.options.prefault
         l2 = HostPool(shape, page_size, l2_slots, layout, device, hugepages, prefault=prefault)
-        self._compute = compute or Oracle(shape, page_size, device)
+        self._compute = compute or Oracle(shard, page_size, device)
         self._storage = storage
         controller = None
+        sides = None
         try:
             transfer = open_transfer(self.options.io_backend, l1, l2)
+            sides = SidePools(side_pools, shard, self.options, (l1_slots, l2_slots), device)
             if storage is not None:
-                _register(storage, l2.buffer)
-                controller = CacheController(storage, -(-self.options.prefetch_threshold // page_size))
+                _register(storage, [l2.buffer, *sides.buffers])
+                kv = Part(shard.suffixes, lambda slot: shard.cut(l2.page(slot)), shard.is_writer)
+                objects = PageObjects(storage, [kv, *sides.parts])
+                min_pages = -(-self.options.prefetch_threshold // page_size)
+                controller = CacheController(objects, min_pages, sides.restorable, ranks)
         except BaseException:
             l2.close()
+            if sides is not None:
+                sides.close()
             raise
-        self._tiers = Tiers(l1, l2, transfer, controller, self.options.write_policy, self.options.backup_wait)
+        self._tiers = Tiers(
+            l1,
+            l2,
+            transfer,
+            controller,
+            self.options.write_policy,
+            self.options.backup_wait,
+            sides,
+            ranks,
+        )
         self._waiting: set[Prefetch] = set()
         self._lock = threading.RLock()
         self._closed = False
@@ -196,12 +225,10 @@ class TierEngine:
                 logger.warning("a call of the storage does not return; L2 stays registered with it")
                 return
             if self._storage is not None:
-                try:
-                    self._storage.unregister_buffer(self._tiers.l2.buffer)
-                except Exception as error:
-                    logger.warning("storage failed to unregister L2: %s: %s", type(error).__name__, error)
+                _unregister(self._storage, [self._tiers.l2.buffer, *self._tiers.sides.buffers])
             self._tiers.l1.close()
             self._tiers.l2.close()
+            self._tiers.sides.close()
 
     def __enter__(self) -> Self:
         return self
@@ -224,20 +251,35 @@ class TierEngine:
             raise ClosedError("the engine is closed")
 
 
-def _check_layout(storage: HiCacheStorage | None, layout: Layout) -> None:
-    """Bytes in another order than the namespace says would be served to whoever believes it."""
-    said = "" if storage is None else storage.namespace.object_layout
-    if said and said != layout.object_layout:
-        raise SettingsError(
-            f"the storage was opened for pages laid out as {said}, and mem_layout {layout.name} stores "
-            f"{layout.object_layout}; open it with shape.namespace(page_size, {layout.name!r})"
-        )
+def _check_identity(storage: HiCacheStorage | None, expected: Namespace, mem_layout: str) -> None:
+    """Other bytes than the namespace says would be served to whoever believes it."""
+    said = Namespace() if storage is None else storage.namespace
+    if not said.object_layout:
+        return
+    for field in ("attention", "dtype", "object_layout", "page_size", "layers", "heads", "head_dim", "ranks"):
+        there, here = getattr(said, field), getattr(expected, field)
+        if there != here:
+            raise SettingsError(
+                f"the storage was opened for pages with {field} {there}, and mem_layout {mem_layout} of this "
+                f"shape stores {here}; open it with shape.namespace(page_size, {mem_layout!r}), or that of "
+                "the shard where there are ranks"
+            )
 
 
-def _register(storage: HiCacheStorage, buffer: Buffer) -> None:
-    try:
-        storage.register_buffer(buffer)
-    except Exception:
-        if advice := memlock_shortage(buffer.nbytes):
-            logger.warning("the storage did not register L2, perhaps for this: %s", advice)
-        raise
+def _register(storage: HiCacheStorage, buffers: Sequence[Buffer]) -> None:
+    for number, buffer in enumerate(buffers):
+        try:
+            storage.register_buffer(buffer)
+        except BaseException:
+            _unregister(storage, buffers[:number])
+            if advice := memlock_shortage(sum(buffer.nbytes for buffer in buffers)):
+                logger.warning("the storage did not register L2, perhaps for this: %s", advice)
+            raise
+
+
+def _unregister(storage: HiCacheStorage, buffers: Sequence[Buffer]) -> None:
+    for buffer in buffers:
+        try:
+            storage.unregister_buffer(buffer)
+        except Exception as error:
+            logger.warning("storage failed to unregister L2: %s: %s", type(error).__name__, error)

@@ -8,18 +8,19 @@ neighbouring token never passes.
 The word at position ``p`` of a page is ``(pattern[p] ^ a) * b`` modulo 2**64, ``a`` and the odd
 ``b`` being the first 16 bytes of the page hash: two cheap passes over memory, the same on CPU and
 CUDA. ``pattern`` is addressed by (kv, layer, token, head), so a rank that holds some of the heads
-holds a slice of it.
+holds a slice of it. A side pool of a hybrid model has a pattern of its own.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from hicache_storage.engine.compute import Work
 from hicache_storage.engine.runs import runs
-from hicache_storage.engine.shape import KVShape
+from hicache_storage.engine.shard import Shard
 
 _CHUNK_NBYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Pages are worked on in chunks: on a CPU small enough to stay in a core's cache, and for torch not
@@ -27,14 +28,21 @@ to start its thread team, which waits spinning for cores that the storage's thre
 
 
 class Oracle:
-    """Fills and checks the pages of a pool; see ``PagePool.pages`` for the axes. A Compute."""
+    """Fills and checks the pages of a shard; see ``PagePool.pages`` for the axes. A Compute.
 
-    def __init__(self, shape: KVShape, page_size: int, device: torch.device) -> None:
+    ``salt`` names a side pool.
+    """
+
+    def __init__(self, shard: Shard, page_size: int, device: torch.device, salt: str = "") -> None:
+        shape, model = shard.shape, shard.model
         words = -(-shape.head_nbytes // 8)
-        positions = torch.arange(
-            shape.kv * shape.layers * page_size * shape.heads * words, dtype=torch.int64, device=device
-        )
-        self._pattern = _mix(positions).view(1, shape.kv, shape.layers, page_size, shape.heads, words)
+        axes = [range(shape.kv), shard.layers, range(page_size), shard.heads, range(words)]
+        sizes = [shape.kv, model.layers, page_size, model.heads, words]
+        position = torch.zeros((), dtype=torch.int64, device=device)
+        for axis, size in zip(axes, sizes, strict=True):
+            along = torch.arange(axis.start, axis.stop, dtype=torch.int64, device=device)
+            position = position.unsqueeze(-1) * size + along
+        self._pattern = _mix(position + (zlib.crc32(salt.encode()) << 31)).unsqueeze(0)
         self._head_nbytes = shape.head_nbytes
         self._chunk_pages = max(1, _CHUNK_NBYTES[device.type] // shape.page_nbytes(page_size))
 

@@ -7,29 +7,44 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hicache_storage.buffers import Page
+from hicache_storage.engine.page_objects import Parts
 from hicache_storage.errors import SettingsError
 
 
 class PrefetchOperation:
-    """Pages wanted in L2 slots, read batch by batch by the prefetch thread.
+    """Pages of ``request`` wanted in L2 slots, read batch by batch by the prefetch thread.
+
+    Of the request's pages, ``known`` tells the parts of those that a tier has, the next ones are wanted
+    where there are ``slots``. The query thread narrows them to those that are worth reading.
 
     The engine may ``stop`` it at any time. From then on the slots of complete pages are the
     engine's, and so is every other slot, except those of a batch that is being read: a storage may
     still write into these until its call has returned, and the prefetch thread lets go of them then.
     """
 
-    def __init__(self, hashes: list[str], slots: list[int], pages: Sequence[Page]) -> None:
-        self.hashes = hashes
+    def __init__(self, request: Sequence[str], known: Sequence[Parts], slots: list[int]) -> None:
+        self.request = request
+        self.known = known
+        self.hashes = request[len(known) : len(known) + len(slots)]
         self.slots = slots
-        self.pages = pages
+        self.wanted: Sequence[Parts] = []
         self.started = time.monotonic()
         self.done = threading.Event()
         self.read_seconds = 0.0
         self._lock = threading.Lock()
-        self._completed = 0
+        self._completed: list[Parts] = []
         self._reading: slice | None = None
         self._stopped = False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self._stopped
+
+    def narrow(self, wanted: Sequence[Parts]) -> None:
+        """Read no more than these parts of the leading pages."""
+        self.hashes = self.hashes[: len(wanted)]
+        self.wanted = wanted
 
     def begin(self, batch: slice) -> bool:
         """Whether the batch may be read; until ``end`` its slots are in flight."""
@@ -39,8 +54,8 @@ class PrefetchOperation:
             self._reading = batch
             return True
 
-    def end(self, batch: slice, ok: int) -> list[int]:
-        """The call returned with ``ok`` leading good pages.
+    def end(self, batch: slice, got: Sequence[Parts]) -> list[int]:
+        """The call returned with ``got`` of the leading good pages.
 
         Returns the batch's slots when the operation was stopped meanwhile: they are free now.
         """
@@ -48,16 +63,17 @@ class PrefetchOperation:
             self._reading = None
             if self._stopped:
                 return self.slots[batch]
-            self._completed = batch.start + ok
+            self._completed += got
             return []
 
-    def stop(self) -> tuple[int, list[int], bool]:
-        """End the operation: (complete pages, slots that are free now, whether some are in flight)."""
+    def stop(self) -> tuple[list[Parts], list[int], bool]:
+        """End the operation: (parts of the complete pages, free slots, whether some are in flight)."""
         with self._lock:
             self._stopped = True
-            free = self.slots[self._completed :]
+            done = len(self._completed)
+            free = self.slots[done:]
             if self._reading is not None:
-                free = self.slots[self._completed : self._reading.start] + self.slots[self._reading.stop :]
+                free = self.slots[done : self._reading.start] + self.slots[self._reading.stop :]
             return self._completed, free, self._reading is not None
 
 

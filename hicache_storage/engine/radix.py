@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import islice
 
+from hicache_storage.engine.page_objects import KV, Parts
+
 
 class Tier(IntEnum):
     """The tiers that have slots."""
@@ -27,22 +29,39 @@ class Tier(IntEnum):
 
 
 class Node:
-    """One page: where it is and who uses it. ``slots`` and ``pins`` are indexed by Tier.
+    """One page: where it is, with which parts, and who uses it.
 
-    ``hits`` counts the requests that have used it.
+    ``slots``, ``parts`` and ``pins`` are indexed by Tier; see ``page_objects`` for parts, of which L3 has
+    those in ``stored``. ``hits`` counts the requests that have used the page.
     """
 
-    __slots__ = ("backing_up", "children", "hits", "in_l3", "page_hash", "parent", "pins", "slots")
+    __slots__ = (
+        "backing_up",
+        "children",
+        "hits",
+        "page_hash",
+        "parent",
+        "parts",
+        "pins",
+        "slots",
+        "stored",
+    )
 
     def __init__(self, page_hash: str, parent: Node | None) -> None:
         self.page_hash = page_hash
         self.parent = parent
         self.children: dict[str, Node] = {}
         self.slots: list[int | None] = [None, None]
+        self.parts: list[Parts] = [0, 0]
         self.pins = [0, 0]
         self.hits = 0
-        self.in_l3 = False
+        self.stored: Parts = 0
         self.backing_up = False
+
+    @property
+    def in_l3(self) -> bool:
+        """Whether the page was stored or came from there; its side pools' parts need not have been."""
+        return bool(self.stored & KV)
 
     def slot(self, tier: Tier) -> int:
         """The slot in a tier where the page is known to be."""
@@ -90,6 +109,7 @@ class HiRadixTree:
         assert parent is not None
         assert parent is self.root or parent.slots[tier] is not None
         node.slots[tier] = slot
+        node.parts[tier] = KV
 
     def pin(self, path: Sequence[Node], tier: Tier) -> None:
         """Keep a path, given from the root on, from being evicted from ``tier``.
@@ -120,6 +140,7 @@ class HiRadixTree:
         node, _ = self._lru[tier].popitem(last=False)
         slot = node.slot(tier)
         node.slots[tier] = None
+        node.parts[tier] = 0
         if node.slots == [None, None]:
             assert node.parent is not None
             del node.parent.children[node.page_hash]

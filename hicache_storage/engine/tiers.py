@@ -12,9 +12,12 @@ from queue import Empty
 
 from hicache_storage.engine.controller import BackupOperation, CacheController, Event, Released
 from hicache_storage.engine.loading import Loading
+from hicache_storage.engine.page_objects import Parts
 from hicache_storage.engine.pools import DevicePool, HostPool
 from hicache_storage.engine.prefetch import PrefetchOperation
 from hicache_storage.engine.radix import HiRadixTree, Node, Tier
+from hicache_storage.engine.ranks import Ranks
+from hicache_storage.engine.side_pools import SidePools
 from hicache_storage.engine.transfer import Transfer
 from hicache_storage.engine.write_policy import WRITE_POLICIES, use, with_prefixes
 from hicache_storage.storage import batches
@@ -51,6 +54,7 @@ class Load:
 class Tiers:
     """Pages in ``l1`` and ``l2``, copied by ``transfer``, with ``controller`` behind L2 (None: no L3).
 
+    ``sides`` are beside both tiers. The tiers of other ranks hold other pages, and ``ranks`` agree.
     ``write_policy`` names one of WRITE_POLICIES. ``backup_wait``: seconds that a request may wait for
     room in L2 before backups are dropped.
     """
@@ -63,10 +67,14 @@ class Tiers:
         controller: CacheController | None,
         write_policy: str,
         backup_wait: float,
+        sides: SidePools,
+        ranks: Ranks,
     ) -> None:
         self.l1 = l1
         self.l2 = l2
         self.transfer = transfer
+        self.sides = sides
+        self.ranks = ranks
         self.tree = HiRadixTree()
         self.controller = controller
         self.counts = Counts()
@@ -139,6 +147,7 @@ class Tiers:
         self.transfer.store([node.slot(Tier.L1) for node in nodes], slots)
         for node, slot in zip(nodes, slots, strict=True):
             self.tree.place(node, Tier.L2, slot)
+        self.sides.store(path)
         self.counts.copied_to_l2 += len(nodes)
 
     def write_through(self, path: list[Node]) -> None:
@@ -162,36 +171,54 @@ class Tiers:
         """Whether waiting prefetches hold so much of L2 that no other may begin."""
         return self._prefetching >= _PREFETCH_SHARE * (self.l2.slots - self.l1.slots)
 
-    def fetch(self, hashes: list[str]) -> PrefetchOperation | None:
-        """Begin to read pages into L2, as many as there is room for; None without L3, or when limited."""
+    def restorable(self, path: list[Node]) -> tuple[int, ...]:
+        """The lengths, ascending, of the prefixes of ``path`` that a request can go on from."""
+        return self.sides.restorable([node.parts[Tier.L1] | node.parts[Tier.L2] for node in path])
+
+    def fetch(self, hashes: list[str], known: list[Node], min_pages: int) -> PrefetchOperation | None:
+        """Begin to read what follows ``known`` into L2, as much as there is room for.
+
+        None without L3, when it is less than ``min_pages``, and when limited. Among several ranks there is
+        an operation all the same, with no room: the others may have more to ask for.
+        """
         if self.controller is None:
             return None
-        if self.prefetch_is_limited:
-            self.counts.prefetch_limited += len(hashes)
+        missing = len(hashes) - len(known)
+        is_wanted = missing >= max(1, min_pages)
+        if is_wanted and self.prefetch_is_limited:
+            self.counts.prefetch_limited += missing
+            is_wanted = False
+        if not (is_wanted or (hashes and self.ranks.place.count > 1)):
             return None
-        slots = self.l2_slots(len(hashes))
-        pages = [self.l2.page(slot) for slot in slots]
-        operation = PrefetchOperation(hashes[: len(slots)], slots, pages)
+        # room for all that is missing: what L3 does not have either needs it after the prefill
+        slots = self.l2_slots(missing) if is_wanted else []
+        parts = [node.parts[Tier.L1] | node.parts[Tier.L2] for node in known]
+        operation = PrefetchOperation(hashes, parts, slots)
         self._prefetching += len(slots)
         self.controller.prefetch(operation)
         return operation
 
-    def collect(self, operation: PrefetchOperation) -> list[int]:
-        """Stop the prefetch; the L2 slots of its complete pages, which the caller has to place or free."""
+    def collect(self, operation: PrefetchOperation) -> list[tuple[int, Parts]]:
+        """Stop the prefetch; the L2 slot and the parts of each of its complete pages.
+
+        The caller has to place or free the slots.
+        """
         completed, free, in_flight = operation.stop()
         self._prefetching -= len(operation.slots)
         self.l2.free(free)
         self._expected_events += in_flight
-        return operation.slots[:completed]
+        return list(zip(operation.slots, completed))  # noqa: B905 - the other slots are not complete
 
     def back_up(self, path: list[Node]) -> None:
         """Queue for L3 what L2 has of a path and L3 has not."""
         if self.controller is None:
             return
+        for node in path:
+            node.stored |= node.parts[Tier.L2] & ~self.controller.written  # another rank stores it
         wanted = [
             index
             for index, node in enumerate(path)
-            if node.slots[Tier.L2] is not None and not node.in_l3 and not node.backing_up
+            if node.parts[Tier.L2] & ~node.stored and not node.backing_up
         ]
         for batch in batches(len(wanted)):
             indices = wanted[batch]
@@ -201,8 +228,9 @@ class Tiers:
                 node.backing_up = True
             self.tree.pin(pinned, Tier.L2)
             self._expected_events += 1
-            pages = [self.l2.page(node.slot(Tier.L2)) for node in nodes]
-            self.controller.backup(BackupOperation(nodes, pinned, pages))
+            parts = [node.parts[Tier.L2] & ~node.stored for node in nodes]
+            slots = [node.slot(Tier.L2) for node in nodes]
+            self.controller.backup(BackupOperation(nodes, pinned, parts, slots))
 
     def settle(self, timeout: float | None) -> bool:
         """Wait until nothing is on its way to or from L3; False when ``timeout`` seconds passed."""
@@ -216,7 +244,7 @@ class Tiers:
         """Evict the ``count`` least recently used pages from L1, if there are as many; how many left."""
         leaving = self.tree.oldest(Tier.L1, max(0, count))
         if self._hits_to_copy is None:
-            self._write_back([node for node in leaving if node.slots[Tier.L2] is None])
+            self._write_back([node for node in leaving if node.parts[Tier.L1] & ~node.parts[Tier.L2]])
         for _ in leaving:
             slot = self._evict(Tier.L1)
             assert slot is not None
@@ -253,7 +281,7 @@ class Tiers:
         dropped = self.controller.cancel_backup() if self.controller else None
         if dropped is None:
             return False
-        self._backup_ended(dropped, [False] * len(dropped.nodes))
+        self._backup_ended(dropped, [0] * len(dropped.nodes))
         return True
 
     def _handle_events(self) -> None:
@@ -275,11 +303,11 @@ class Tiers:
             self._backup_ended(event.operation, event.stored)
         return True
 
-    def _backup_ended(self, operation: BackupOperation, stored: list[bool]) -> None:
-        for node, ok in zip(operation.nodes, stored, strict=True):
+    def _backup_ended(self, operation: BackupOperation, stored: list[Parts]) -> None:
+        for node, wanted, parts in zip(operation.nodes, operation.wanted, stored, strict=True):
             node.backing_up = False
-            node.in_l3 = ok
-        self.counts.backed_up += sum(stored)
-        self.counts.backup_failed += len(stored) - sum(stored)
+            node.stored |= parts
+            self.counts.backed_up += parts == wanted
+            self.counts.backup_failed += parts != wanted
         self.tree.unpin(operation.path, Tier.L2)
         self._expected_events -= 1

@@ -9,6 +9,7 @@ from hicache_storage.engine import KVShape, Oracle, Source, TierEngine
 from hicache_storage.engine.layouts import PAGE_FIRST_DIRECT
 from hicache_storage.engine.loading import HostLoading, Loadings
 from hicache_storage.engine.pools import DevicePool, HostPool
+from hicache_storage.engine.shard import Shard
 from hicache_storage.engine.transfer import IO_BACKENDS, open_transfer
 
 SHAPE = KVShape.mha(4, 2, 8)
@@ -47,7 +48,7 @@ class Watching(Oracle):
     """An oracle that reads the cached pages layer by layer, as a model does."""
 
     def __init__(self):
-        super().__init__(SHAPE, PAGE, CPU)
+        super().__init__(Shard(SHAPE), PAGE, CPU)
         self.before_layer = lambda _layer, _work: None
         self.wrong = []
 

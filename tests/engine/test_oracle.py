@@ -7,6 +7,7 @@ import torch
 
 from hicache_storage.engine import KVShape, Oracle
 from hicache_storage.engine.pools import DevicePool
+from hicache_storage.engine.shard import Shard
 
 CPU = torch.device("cpu")
 SHAPES = ["mha:3x2x8:bf16", "mla:3x64:bf16", "mha:2x3x3:fp8_e4m3", "mla:2x9:fp16"]
@@ -16,7 +17,7 @@ HASHES = [hashlib.sha256(bytes([i])).hexdigest() for i in range(6)]
 @pytest.fixture(params=SHAPES)
 def filled(request):
     shape = KVShape.parse(request.param)
-    pool, oracle = DevicePool(shape, 4, 6, CPU), Oracle(shape, 4, CPU)
+    pool, oracle = DevicePool(shape, 4, 6, CPU), Oracle(Shard(shape), 4, CPU)
     oracle.fill(pool.pages, [5, 0, 1, 2, 4, 3], HASHES)
     return pool, oracle
 

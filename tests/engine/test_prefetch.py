@@ -6,6 +6,7 @@ import pytest
 
 from hicache_storage import BATCH_PAGES, SettingsError
 from hicache_storage.engine import KVShape, Source, TierEngine, page_hashes
+from hicache_storage.engine.page_objects import KV
 from hicache_storage.engine.prefetch import PrefetchOperation, PrefetchPolicy
 
 SHAPE = KVShape.parse("mha:2x2x8:bf16")
@@ -279,12 +280,12 @@ def test_a_policy_that_is_unknown_names_the_choices():
 
 
 def test_stopping_an_operation_shares_out_its_slots():
-    operation = PrefetchOperation(list("abcdef"), [10, 11, 12, 13, 14, 15], [()] * 6)
+    operation = PrefetchOperation(list("abcdef"), [], [10, 11, 12, 13, 14, 15])
     assert operation.begin(slice(0, 2))
-    assert operation.end(slice(0, 2), 2) == []
+    assert operation.end(slice(0, 2), [KV, KV]) == []
     assert operation.begin(slice(2, 4))
-    assert operation.stop() == (2, [14, 15], True)
-    assert operation.end(slice(2, 4), 2) == [12, 13]
+    assert operation.stop() == ([KV, KV], [14, 15], True)
+    assert operation.end(slice(2, 4), [KV, KV]) == [12, 13]
     assert not operation.begin(slice(4, 6))
 
 
