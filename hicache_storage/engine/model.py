@@ -30,10 +30,12 @@ def random_llama(shape: KVShape, device: str = "cpu", seed: int = 0, vocab: int 
     if shape.attention != "mha" or shape.dtype not in DTYPES:
         raise SettingsError(f"a Llama has mha KV in one of {', '.join(DTYPES)}, not {shape}")
     heads = shape.heads * _QUERY_HEADS_PER_KV_HEAD
+    hidden = heads * shape.head_dim
     config = LlamaConfig(
         vocab_size=vocab,
-        hidden_size=heads * shape.head_dim,
-        intermediate_size=heads * shape.head_dim * 7 // 2,
+        hidden_size=hidden,
+        intermediate_size=hidden * 7 // 2,
+        initializer_range=hidden**-0.5,  # so that attention attends, at any size
         num_hidden_layers=shape.layers,
         num_attention_heads=heads,
         num_key_value_heads=shape.heads,
@@ -60,7 +62,12 @@ class ModelCompute:
     """
 
     def __init__(
-        self, model: Any, shape: KVShape, page_size: int, chunk_tokens: int | None = None, keep_logits: int = 1
+        self,
+        model: Any,
+        shape: KVShape,
+        page_size: int,
+        chunk_tokens: int | None = None,
+        keep_logits: int = 1,
     ) -> None:
         self._model = model
         self._dtype = DTYPES[shape.dtype]
@@ -70,7 +77,9 @@ class ModelCompute:
         self._keep_logits = keep_logits
         self.logits: torch.Tensor | None = None
         if self._chunk_tokens % page_size:
-            raise SettingsError(f"a chunk of {chunk_tokens} tokens is no whole number of pages of {page_size}")
+            raise SettingsError(
+                f"a chunk of {chunk_tokens} tokens is no whole number of pages of {page_size}"
+            )
 
     @torch.inference_mode()
     def compute(self, pages: torch.Tensor, work: Work) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from hicache_storage import SettingsError, open_storage
 from hicache_storage.engine import COPIED_BY, KVShape, Source, TierEngine
-from hicache_storage.engine.model import DTYPES, ModelCompute, random_llama
+from hicache_storage.engine.model import ModelCompute, random_llama
 
 PAGE = 16
 VOCAB = 512
@@ -53,6 +53,14 @@ class Deployment:
             assert set(engine.prefill(tokens).sources) == {Source.RECOMPUTED}
             assert engine.wait_for_backup(30)
             return compute.logits.clone()
+
+
+def flip_on_disk(root, kv):
+    """Turn the sign of one number among the keys (0) or values (1) of some stored page."""
+    page = next(root.glob("*/??/*"))
+    data = bytearray(page.read_bytes())
+    data[(kv - 2) * KVShape.parse(SHAPES[0]).page_nbytes(PAGE) // 2 + 3] ^= 0x80
+    page.write_bytes(data)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -122,10 +130,7 @@ def test_one_flipped_bit_in_restored_kv_changes_the_logits(tmp_path, device, tie
             node = next(iter(engine._tiers.tree.nodes()))
             engine._tiers.l2.page(node.slots[1])[kv].view[3] ^= 0x80
         else:
-            page = max(tmp_path.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
-            data = bytearray(page.read_bytes())
-            data[3 + kv * (len(data) // 2)] ^= 0x80
-            page.write_bytes(data)
+            flip_on_disk(tmp_path, kv)
         report = engine.prefill(PROMPT)
         assert report.sources == (Source[tier],) * 6
         assert not torch.equal(compute.logits, expected)
@@ -134,10 +139,7 @@ def test_one_flipped_bit_in_restored_kv_changes_the_logits(tmp_path, device, tie
 def test_a_flipped_bit_on_disk_costs_a_page_and_not_the_answer(tmp_path):
     deployment = Deployment(tmp_path, SHAPES[0])
     expected = deployment.from_scratch(PROMPT)
-    page = max(tmp_path.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
-    data = bytearray(page.read_bytes())
-    data[-5] ^= 0x80
-    page.write_bytes(data)
+    flip_on_disk(tmp_path, kv=1)
     with deployment.engine() as (engine, compute):
         report = engine.prefill(PROMPT)
         assert report.pages(Source.RECOMPUTED) >= 1
@@ -166,7 +168,3 @@ def test_chunks_are_whole_pages():
     model = random_llama(KVShape.parse(SHAPES[0]), device="meta", vocab=8)
     with pytest.raises(SettingsError, match="a chunk of 24 tokens is no whole number of pages of 16"):
         ModelCompute(model, KVShape.parse(SHAPES[0]), 16, chunk_tokens=24)
-
-
-def test_dtypes_are_those_that_torch_computes_with():
-    assert all(KVShape.mha(1, 1, 8, dtype) for dtype in DTYPES)
