@@ -13,6 +13,7 @@ from hicache_storage.deadline import time_left
 from hicache_storage.errors import (
     AccessDeniedError,
     BufferMismatchError,
+    BusyError,
     CapacityError,
     ClosedError,
     CorruptError,
@@ -38,6 +39,7 @@ __all__ = [
     "AccessDeniedError",
     "Buffer",
     "BufferMismatchError",
+    "BusyError",
     "Capabilities",
     "CapacityError",
     "ClosedError",

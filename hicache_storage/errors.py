@@ -9,6 +9,7 @@
     │   └── UnsupportedError     the backend does not have this capability
     ├── SettingsError            the configuration is wrong: mend it, then open again
     ├── ClosedError              the storage was closed: open a new one
+    ├── BusyError                in use: let that end, then try again
     ├── UnavailableError         the store cannot be reached now: a miss, try later
     ├── DeadlineError            no answer in time: a miss, try later
     ├── CapacityError            no room: the page is not stored, try later
@@ -48,6 +49,12 @@ class SettingsError(StorageError):
 
 class ClosedError(StorageError):
     """The storage was closed, or is being closed by another thread."""
+
+
+class BusyError(StorageError):
+    """Something that goes on must end first; the message says what."""
+
+    retryable = True
 
 
 class UnavailableError(StorageError):

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hicache_storage.buffers import Buffer
+from hicache_storage.engine.attachment import Attachment, attach, check_identity
 from hicache_storage.engine.compute import Compute
-from hicache_storage.engine.controller import CacheController
 from hicache_storage.engine.layouts import find_layout
-from hicache_storage.engine.memory_limits import memlock_shortage
 from hicache_storage.engine.options import EngineOptions, resolve
 from hicache_storage.engine.oracle import Oracle
 from hicache_storage.engine.page_hash import page_hashes
-from hicache_storage.engine.page_objects import PageObjects, Part
 from hicache_storage.engine.pools import DevicePool, HostPool, find_device, pool_slots
 from hicache_storage.engine.prefill import Prefetch, Prefill, begin_prefetch, give_up
 from hicache_storage.engine.radix import Tier
@@ -33,8 +31,7 @@ from hicache_storage.engine.shard import Shard
 from hicache_storage.engine.side_pools import SidePool, SidePools
 from hicache_storage.engine.tiers import Tiers
 from hicache_storage.engine.transfer import open_transfer
-from hicache_storage.errors import ClosedError, SettingsError
-from hicache_storage.namespace import Namespace
+from hicache_storage.errors import BusyError, ClosedError, RequestError, StorageError
 from hicache_storage.storage import HiCacheStorage
 
 if TYPE_CHECKING:
@@ -82,7 +79,8 @@ class TierEngine:
         device = find_device(self.options.device)
         layout = find_layout(self.options.mem_layout, shape.attention)
         shard.check_layout(layout.name)
-        _check_identity(storage, shard.namespace(page_size, layout.name), layout.name)
+        if storage is not None:
+            check_identity(storage, shard.namespace(page_size, layout.name), layout.name)
         l1_slots, l2_slots = pool_slots(
             page_size,
             self.page_nbytes,
@@ -96,34 +94,19 @@ class TierEngine:
         hugepages, prefault = self.options.hugepages, self.options.prefault
         l2 = HostPool(shape, page_size, l2_slots, layout, device, hugepages, prefault=prefault)
         self._compute = compute or Oracle(shard, page_size, device)
-        self._storage = storage
-        controller = None
-        sides = None
-        try:
+        with ExitStack() as undo:
+            undo.callback(l2.close)
             transfer = open_transfer(self.options.io_backend, l1, l2)
+            undo.callback(transfer.close)
             sides = SidePools(side_pools, shard, self.options, (l1_slots, l2_slots), device)
-            if storage is not None:
-                _register(storage, [l2.buffer, *sides.buffers])
-                kv = Part(shard.suffixes, lambda slot: shard.cut(l2.page(slot)), shard.is_writer)
-                objects = PageObjects(storage, [kv, *sides.parts])
-                min_pages = -(-self.options.prefetch_threshold // page_size)
-                controller = CacheController(objects, min_pages, sides.restorable, ranks)
-        except BaseException:
-            l2.close()
-            if sides is not None:
-                sides.close()
-            raise
-        self._tiers = Tiers(
-            l1,
-            l2,
-            transfer,
-            controller,
-            self.options.write_policy,
-            self.options.backup_wait,
-            sides,
-            ranks,
-        )
+            undo.callback(sides.close)
+            write_policy, backup_wait = self.options.write_policy, self.options.backup_wait
+            self._tiers = Tiers(l1, l2, transfer, write_policy, backup_wait, sides, ranks)
+            self._attachment = None if storage is None else self._attach(storage)
+            undo.pop_all()
         self._waiting: set[Prefetch] = set()
+        self._running: set[int] = set()
+        self._past_errors = 0
         self._lock = threading.RLock()
         self._closed = False
 
@@ -147,10 +130,11 @@ class TierEngine:
         """Counts so far, and what is resident now."""
         with self._lock:
             l1, l2, controller = self._tiers.l1, self._tiers.l2, self._tiers.controller
+            errors = self._past_errors + (controller.storage_errors if controller else 0)
             return EngineStats(
                 l1_resident=l1.slots - l1.free_slots,
                 l2_resident=l2.slots - l2.free_slots,
-                storage_errors=controller.storage_errors if controller else 0,
+                storage_errors=errors,
                 **asdict(self._tiers.counts),
             )
 
@@ -175,25 +159,13 @@ class TierEngine:
         ValueError when the request has more pages than L1, when a token is no unsigned 32-bit
         number, and when the prefetch is another request's or was used before.
         """
-        with self._lock:
-            self._check_open()
-            hashes = page_hashes(tokens, self.page_size)
-            if len(hashes) > self._tiers.l1.slots:
-                raise ValueError(
-                    f"a request of {len(tokens)} tokens ({len(hashes)} pages) does not fit in L1 of "
-                    f"{self._tiers.l1.slots} pages; raise l1_tokens"
-                )
-            if prefetch is not None:
-                if prefetch.hashes != hashes:
-                    raise ValueError("the prefetch was begun for other tokens")
-                self._end_waiting(prefetch)
-                if prefetch.operation is None:  # there may be reason, or room, by now
-                    give_up(self._tiers, prefetch)
-                    prefetch = None
-            if prefetch is None:
-                prefetch = self._begin_prefetch(hashes)
-            request = Prefill(self._tiers, self._compute, self.options.patience, self.page_size)
-            return request.run(tokens, prefetch)
+        self._running.add(threading.get_ident())
+        try:
+            with self._lock:
+                self._check_open()
+                return self._prefill(tokens, prefetch)
+        finally:
+            self._running.discard(threading.get_ident())
 
     def flush_l1(self) -> int:
         """Evict every page from L1; how many left."""
@@ -210,6 +182,37 @@ class TierEngine:
         with self._lock:
             return self._tiers.settle(timeout)
 
+    def attach(self, storage: HiCacheStorage) -> None:
+        """Take ``storage`` as L3, on all ranks or on none. Pages that L1 and L2 have go there when they
+        are used again.
+
+        Raises BusyError, naming what, while requests run or wait; RequestError when there is an L3
+        already; SettingsError for a storage of another identity; and what the storage raises when it
+        cannot register L2. Then nothing has changed.
+        """
+        with self._idle("attach"):
+            if self._attachment is not None:
+                raise RequestError("a storage is attached already: detach it first")
+            check_identity(storage, self.shard.namespace(self.page_size, self._layout), self._layout)
+            self._attachment = self._attach(storage)
+
+    def detach(self) -> None:
+        """Go on without L3: nothing of it is used, or known, any more. The storage stays open.
+
+        Raises BusyError, naming what, while requests run or wait and while pages of any rank are on
+        their way to or from L3. Without a storage it does nothing.
+        """
+        with self._idle("detach"):
+            if self._attachment is None:
+                return
+            is_settled = self._tiers.settle(0.0)
+            if not all(self._tiers.ranks.agree(Asking.REQUEST, "detach", [is_settled])):
+                raise BusyError("detach: pages are on their way to or from L3; wait_for_backup first")
+            self._past_errors += self._attachment.controller.storage_errors
+            self._attachment.end(_CLOSE_SECONDS)
+            self._attachment = None
+            self._tiers.forget_l3()
+
     def close(self) -> None:
         """End the threads after the calls in progress and let go of the pools; safe to call twice.
 
@@ -220,12 +223,8 @@ class TierEngine:
                 return
             self._closed = True
             self._tiers.transfer.close()
-            controller = self._tiers.controller
-            if controller is not None and not controller.close(_CLOSE_SECONDS):
-                logger.warning("a call of the storage does not return; L2 stays registered with it")
+            if self._attachment is not None and not self._attachment.end(_CLOSE_SECONDS):
                 return
-            if self._storage is not None:
-                _unregister(self._storage, [self._tiers.l2.buffer, *self._tiers.sides.buffers])
             self._tiers.l1.close()
             self._tiers.l2.close()
             self._tiers.sides.close()
@@ -238,6 +237,54 @@ class TierEngine:
     ) -> None:
         self.close()
 
+    @property
+    def _layout(self) -> str:
+        return self.options.mem_layout
+
+    def _attach(self, storage: HiCacheStorage) -> Attachment:
+        min_pages = -(-self.options.prefetch_threshold // self.page_size)
+        tiers = self._tiers
+        attachment = None
+        try:
+            attachment = attach(storage, self.shard, tiers.l2, tiers.sides, min_pages, tiers.ranks)
+        finally:
+            are_attached = all(tiers.ranks.agree(Asking.REQUEST, "attach", [attachment is not None]))
+        if not are_attached:
+            attachment.end(_CLOSE_SECONDS)
+            raise StorageError("another rank could not attach its storage")
+        tiers.controller = attachment.controller
+        return attachment
+
+    @contextmanager
+    def _idle(self, what: str) -> Iterator[None]:
+        """The engine to oneself, as SGLang's scheduler has to be idle for the same."""
+        if running := len(self._running):
+            raise BusyError(f"{what}: requests that run: {running}; let them end first")
+        with self._lock:
+            self._check_open()
+            if waiting := len(self._waiting):
+                raise BusyError(f"{what}: requests that wait: {waiting}; prefill or cancel them first")
+            yield
+
+    def _prefill(self, tokens: Sequence[int], prefetch: Prefetch | None) -> PrefillReport:
+        hashes = page_hashes(tokens, self.page_size)
+        if len(hashes) > self._tiers.l1.slots:
+            raise ValueError(
+                f"a request of {len(tokens)} tokens ({len(hashes)} pages) does not fit in L1 of "
+                f"{self._tiers.l1.slots} pages; raise l1_tokens"
+            )
+        if prefetch is not None:
+            if prefetch.hashes != hashes:
+                raise ValueError("the prefetch was begun for other tokens")
+            self._end_waiting(prefetch)
+            if prefetch.operation is None:  # there may be reason, or room, by now
+                give_up(self._tiers, prefetch)
+                prefetch = None
+        if prefetch is None:
+            prefetch = self._begin_prefetch(hashes)
+        request = Prefill(self._tiers, self._compute, self.options.patience, self.page_size)
+        return request.run(tokens, prefetch)
+
     def _begin_prefetch(self, hashes: list[str]) -> Prefetch:
         return begin_prefetch(self._tiers, self.options.patience, self.page_size, hashes)
 
@@ -249,37 +296,3 @@ class TierEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the engine is closed")
-
-
-def _check_identity(storage: HiCacheStorage | None, expected: Namespace, mem_layout: str) -> None:
-    """Other bytes than the namespace says would be served to whoever believes it."""
-    said = Namespace() if storage is None else storage.namespace
-    if not said.object_layout:
-        return
-    for field in ("attention", "dtype", "object_layout", "page_size", "layers", "heads", "head_dim", "ranks"):
-        there, here = getattr(said, field), getattr(expected, field)
-        if there != here:
-            raise SettingsError(
-                f"the storage was opened for pages with {field} {there}, and mem_layout {mem_layout} of this "
-                f"shape stores {here}; open it with shape.namespace(page_size, {mem_layout!r}), or that of "
-                "the shard where there are ranks"
-            )
-
-
-def _register(storage: HiCacheStorage, buffers: Sequence[Buffer]) -> None:
-    for number, buffer in enumerate(buffers):
-        try:
-            storage.register_buffer(buffer)
-        except BaseException:
-            _unregister(storage, buffers[:number])
-            if advice := memlock_shortage(sum(buffer.nbytes for buffer in buffers)):
-                logger.warning("the storage did not register L2, perhaps for this: %s", advice)
-            raise
-
-
-def _unregister(storage: HiCacheStorage, buffers: Sequence[Buffer]) -> None:
-    for buffer in buffers:
-        try:
-            storage.unregister_buffer(buffer)
-        except Exception as error:
-            logger.warning("storage failed to unregister L2: %s: %s", type(error).__name__, error)

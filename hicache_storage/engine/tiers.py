@@ -52,7 +52,7 @@ class Load:
 
 
 class Tiers:
-    """Pages in ``l1`` and ``l2``, copied by ``transfer``, with ``controller`` behind L2 (None: no L3).
+    """Pages in ``l1`` and ``l2``, copied by ``transfer``, and ``controller`` behind L2 while there is an L3.
 
     ``sides`` are beside both tiers. The tiers of other ranks hold other pages, and ``ranks`` agree.
     ``write_policy`` names one of WRITE_POLICIES. ``backup_wait``: seconds that a request may wait for
@@ -64,7 +64,6 @@ class Tiers:
         l1: DevicePool,
         l2: HostPool,
         transfer: Transfer,
-        controller: CacheController | None,
         write_policy: str,
         backup_wait: float,
         sides: SidePools,
@@ -76,7 +75,7 @@ class Tiers:
         self.sides = sides
         self.ranks = ranks
         self.tree = HiRadixTree()
-        self.controller = controller
+        self.controller: CacheController | None = None
         self.counts = Counts()
         self._hits_to_copy = WRITE_POLICIES[write_policy]
         self._backup_wait = backup_wait
@@ -239,6 +238,12 @@ class Tiers:
             if not self._handle_event(ends_at):
                 return False
         return True
+
+    def forget_l3(self) -> None:
+        """There is no L3 any more, and the next one has none of the pages."""
+        self.controller = None
+        for node in self.tree.nodes():
+            node.stored = 0
 
     def _leave_l1(self, count: int) -> int:
         """Evict the ``count`` least recently used pages from L1, if there are as many; how many left."""

@@ -59,6 +59,12 @@ def storage():
 
 
 @pytest.fixture
+def other():
+    """A second storage."""
+    return MemoryStorage()
+
+
+@pytest.fixture
 def gate():
     gate = Gate()
     yield gate
