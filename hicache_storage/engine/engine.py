@@ -80,7 +80,7 @@ class TierEngine:
         layout = find_layout(self.options.mem_layout, shape.attention)
         shard.check_layout(layout.name)
         if storage is not None:
-            check_identity(storage, shard.namespace(page_size, layout.name), layout.name)
+            self._check_identity(storage)
         l1_slots, l2_slots = pool_slots(
             page_size,
             self.page_nbytes,
@@ -193,7 +193,7 @@ class TierEngine:
         with self._idle("attach"):
             if self._attachment is not None:
                 raise RequestError("a storage is attached already: detach it first")
-            check_identity(storage, self.shard.namespace(self.page_size, self._layout), self._layout)
+            self._check_identity(storage)
             self._attachment = self._attach(storage)
 
     def detach(self) -> None:
@@ -225,6 +225,7 @@ class TierEngine:
             self._tiers.transfer.close()
             if self._attachment is not None and not self._attachment.end(_CLOSE_SECONDS):
                 return
+            self._attachment = None
             self._tiers.l1.close()
             self._tiers.l2.close()
             self._tiers.sides.close()
@@ -237,9 +238,9 @@ class TierEngine:
     ) -> None:
         self.close()
 
-    @property
-    def _layout(self) -> str:
-        return self.options.mem_layout
+    def _check_identity(self, storage: HiCacheStorage) -> None:
+        layout = self.options.mem_layout
+        check_identity(storage, self.shard.namespace(self.page_size, layout), layout)
 
     def _attach(self, storage: HiCacheStorage) -> Attachment:
         min_pages = -(-self.options.prefetch_threshold // self.page_size)
