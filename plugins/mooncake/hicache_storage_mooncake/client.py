@@ -1,9 +1,8 @@
 """One Mooncake client a process and a set of settings, shared by all storages that ask for it.
 
-Closing a client is not free: it takes 1 s, 2 s with a segment, and holds the GIL all the while
-(0.3.13.post1). So a pure client, which holds a few threads and sockets and no memory, stays for the
-next storage until the process ends; one with a segment is closed when nobody has asked for it for
-``LINGER_SECONDS``.
+Closing a client takes up to 1 s and holds the GIL all the while (0.3.13.post1). So a client, which
+is a few threads and sockets, stays for the next storage until the process ends. The memory that it
+contributes comes and goes by itself (``segments``).
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_storage import Buffer, BufferMismatchError, SettingsError, UnavailableError, UnsupportedError
-from hicache_storage_mooncake import library
+from hicache_storage import Buffer, BufferMismatchError, SettingsError, UnavailableError
+from hicache_storage_mooncake import forked, library
 from hicache_storage_mooncake.master import Master
-from hicache_storage_mooncake.settings import DEFAULT_TENANT, MooncakeSettings
+from hicache_storage_mooncake.segments import Segments
+from hicache_storage_mooncake.settings import DEFAULT_TENANT, MIN_SEGMENT_NBYTES, MooncakeSettings
 
 logger = logging.getLogger(__name__)
 
-LINGER_SECONDS = 2.0
 OPEN_SECONDS = 2.0
 CHECK_SERVER_SECONDS = 60.0
 PROGRESS_SECONDS = 2
@@ -35,11 +34,9 @@ PROGRESS_SECONDS = 2
 class Identity:
     """What two storages must have in common to share a client."""
 
-    pid: int
     master: str
     hostname: str
     metadata: str
-    segment_nbytes: int
     buffer_nbytes: int
     protocol: str
     devices: str
@@ -55,29 +52,30 @@ class Client:
         self.identity = identity
         self.master = master
         self.users = 0
-        self.timer: threading.Timer | None = None
         self._lock = threading.Lock()
         self._registered: Counter[tuple[int, int]] = Counter()
-        self._disk_lock = _lock_directory(identity.ssd_path)
         module = library.load()
         _tune(rpc_seconds)
+        self._disk_lock = _lock_directory(identity.ssd_path)
         self.store: Any = module.MooncakeDistributedStore()
         code = self.store.setup(
             identity.hostname,
             identity.metadata,
-            identity.segment_nbytes,
+            0,
             identity.buffer_nbytes,
             identity.protocol,
             identity.devices,
             identity.master,
             **_options(identity),
         )
+        forked.started(self.store)
         if code != 0:
+            self.close()
             raise UnavailableError(
                 f"Mooncake did not start (code {code}) with master {identity.master}, metadata server "
-                f"{identity.metadata}, protocol {identity.protocol} and a segment of "
-                f"{identity.segment_nbytes} bytes; its log on stderr says more"
+                f"{identity.metadata} and protocol {identity.protocol}; its log on stderr says more"
             )
+        self.segments = Segments(self.store, identity.protocol)
 
     def register(self, buffer: Buffer) -> None:
         """Make the memory known; several registrations of the same memory count.
@@ -116,7 +114,6 @@ class Client:
 
 
 _clients: dict[Identity, Client] = {}
-_inherited: list[Client] = []
 _lock = threading.Lock()
 
 
@@ -126,74 +123,63 @@ def acquire(settings: MooncakeSettings, ranks: tuple[tuple[str, int, int], ...])
     Raises UnavailableError when no master answers, before Mooncake is asked, and UnsupportedError in
     a process that was forked from one with a client.
     """
+    forked.check()
     identity = _identify(settings, ranks)
     with _lock:
         client = _clients.get(identity)
         if client is None:
-            if _inherited:
-                raise UnsupportedError(
-                    "Mooncake hangs in a process forked from one that has used it: spawn this process instead"
-                )
             master = Master(settings.master_server_address, settings.master_metrics_port)
             master.wait(CHECK_SERVER_SECONDS if settings.check_server else OPEN_SECONDS)
             if settings.metadata_server != "P2PHANDSHAKE":
                 Master(settings.metadata_server, settings.master_metrics_port).wait(OPEN_SECONDS)
             client = _clients[identity] = Client(identity, master, settings.rpc_seconds)
         client.users += 1
-        if client.timer is not None:
-            client.timer.cancel()
-            client.timer = None
     return client
 
 
 def release(client: Client) -> None:
-    """The opposite of ``acquire``; the client may linger."""
+    """The opposite of ``acquire``; the client stays for the next one who asks."""
     with _lock:
         client.users -= 1
-        if client.users or client.identity.segment_nbytes == 0:
-            return
-        client.timer = threading.Timer(LINGER_SECONDS, _expire, (client,))
-        client.timer.daemon = True
-        client.timer.start()
 
 
 def close_idle() -> None:
-    """Close the clients that no storage uses, pure ones included; it holds the GIL for 1 s or 2 each.
+    """Close the clients that no storage uses; it holds the GIL for up to 1 s each.
 
     For a program that is done with Mooncake before it ends, or whose master is about to go.
     """
+    if forked.inherited():
+        return
     with _lock:
         for identity in [identity for identity, client in _clients.items() if not client.users]:
             _clients.pop(identity).close()
 
 
-def _expire(client: Client) -> None:
-    with _lock:
-        if client.users or _clients.get(client.identity) is not client:
-            return
-        del _clients[client.identity]
-        client.close()
+def share_nbytes(settings: MooncakeSettings, ranks: tuple[tuple[str, int, int], ...]) -> int:
+    """What one rank contributes: as in SGLang, ``global_segment_size`` is for the whole deployment.
 
-
-def _identify(settings: MooncakeSettings, ranks: tuple[tuple[str, int, int], ...]) -> Identity:
-    """As in SGLang, the segment is for the whole deployment, and each rank spills to a place of its own."""
-    segment = settings.global_segment_size
+    Raises SettingsError when that is too little.
+    """
+    share = settings.global_segment_size
     for _, _, size in ranks:
-        segment //= size
-    if settings.global_segment_size and segment < 16 << 20:
+        share //= size
+    if settings.global_segment_size and share < MIN_SEGMENT_NBYTES:
         raise SettingsError(
             f"global_segment_size of {settings.global_segment_size} bytes leaves less than 16mb a rank"
         )
+    return share
+
+
+def _identify(settings: MooncakeSettings, ranks: tuple[tuple[str, int, int], ...]) -> Identity:
+    """As in SGLang, each rank spills to a directory of its own."""
     path = ""
-    if settings.enable_ssd_offload and settings.ssd_offload_path is not None and segment:
+    if settings.enable_ssd_offload and settings.ssd_offload_path is not None and settings.global_segment_size:
         name = "_".join(f"{axis}{rank}of{size}" for axis, rank, size in ranks) or "all"
         path = str(settings.ssd_offload_path / f"rank_{name}")
     return Identity(
-        pid=os.getpid(),
         master=settings.master_server_address,
         hostname=settings.local_hostname,
         metadata=settings.metadata_server,
-        segment_nbytes=segment,
         buffer_nbytes=settings.local_buffer_size,
         protocol=settings.protocol,
         devices=settings.device_name,
@@ -236,14 +222,3 @@ def _lock_directory(path: str) -> int | None:
         os.close(descriptor)
         raise SettingsError(f"ssd_offload_path: another process spills to {path}") from error
     return descriptor
-
-
-def _after_fork() -> None:
-    """Mooncake's threads stay in the parent: the child must neither use its clients nor destroy them."""
-    global _lock  # noqa: PLW0603 (the parent's may have been held)
-    _lock = threading.Lock()
-    _inherited.extend(_clients.values())
-    _clients.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -40,15 +40,16 @@ class Gate:
                 self._inside -= 1
                 self._changed.notify_all()
 
-    def shut(self, timeout: float) -> bool:
-        """Let nobody in any more; whether all came out within ``timeout`` seconds.
-
-        Called again, or in a forked child, it answers False at once: somebody else has closed, or will.
-        """
+    def shut(self) -> bool:
+        """Let nobody in any more. False when it was shut before, and in a forked child."""
         if self._pid != os.getpid():
             return False
         with self._changed:
-            if self.closing.is_set():
-                return False
+            ours = not self.closing.is_set()
             self.closing.set()
+        return ours
+
+    def emptied(self, timeout: float) -> bool:
+        """Whether all who are inside come out within ``timeout`` seconds."""
+        with self._changed:
             return self._changed.wait_for(lambda: self._inside == 0, timeout)

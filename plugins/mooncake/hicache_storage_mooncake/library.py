@@ -37,7 +37,7 @@ def load() -> Any:
         store = importlib.import_module("mooncake.store")
     except ImportError as error:
         raise MooncakeMissingError(explain(str(error))) from error
-    if not hasattr(store.MooncakeDistributedStore, "batch_remove"):
+    if not hasattr(store.MooncakeDistributedStore, "allocate_and_mount_segment"):
         raise MooncakeMissingError(
             f"Mooncake {', '.join(wheels().values()) or '?'} is too old: 0.3.13.post1 or newer is needed"
         )
