@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from hicache_conformance.oracle import page_content
 from hicache_conformance.pages import GuardedPages
 from hicache_conformance.target import Target
-from hicache_storage import HiCacheStorage, Namespace
+from hicache_storage import HiCacheStorage, Namespace, UnsupportedError
 
 
 class Worker:
@@ -63,7 +63,8 @@ class Worker:
     def fork(self, names: list[str], buffers: list[int], seconds: float) -> dict[str, Any]:
         """Fork with the storage open; the child works on a storage of its own, then the parent goes on.
 
-        Answers with what the child read and what the parent could store and read afterwards.
+        Answers with what the child stored and read, or why it cannot open the store, and with what the
+        parent could store and read afterwards.
         """
         half = len(names) // 2
         before = self.set(names[:half], buffers)
@@ -87,9 +88,14 @@ class Worker:
     def _in_child(self, names: list[str], buffers: list[int], out: int) -> None:
         """Never returns: what the parent's threads would do at exit is not the child's business."""
         try:
-            with self._open() as storage:
-                stored = _stored(storage, names, buffers)
-                os.write(out, json.dumps([stored, _read(storage, names, buffers)]).encode())
+            said: object
+            try:
+                with self._open() as storage:
+                    stored = _stored(storage, names, buffers)
+                    said = [stored, _read(storage, names, buffers)]
+            except UnsupportedError as refusal:
+                said = {"unsupported": str(refusal)}
+            os.write(out, json.dumps(said).encode())
         finally:
             os._exit(0)
 

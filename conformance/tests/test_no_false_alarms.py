@@ -49,3 +49,28 @@ def test_a_sound_backend_passes_every_case(backend):
 def test_no_seed_makes_a_false_alarm(backend, seed):
     cases = all_cases() if SEEDS > 10 else [c for c in select(groups=QUICK) if c.name not in SLOW]
     assert failures(backend, cases, seed) == []
+
+
+REFUSES_FORKED_CHILDREN = """
+import os
+from hicache_conformance.directory import DirectoryStorage
+from hicache_storage import UnsupportedError
+
+opened_in = set()
+
+class RefusesForkedChildren(DirectoryStorage):
+    def __init__(self, settings, namespace):
+        opened_in.add(os.getpid())
+        if len(opened_in) > 1:
+            raise UnsupportedError("spawn this process instead")
+        super().__init__(settings, namespace)
+"""
+
+
+def test_a_client_library_that_a_forked_child_cannot_use_is_unsupported(plugin_path):
+    (plugin_path / "library_of_threads.py").write_text(REFUSES_FORKED_CHILDREN)
+    [case] = select(["lifecycle.fork_is_safe"])
+    target = Target("library_of_threads:RefusesForkedChildren")
+    result = run_case(case, target, probe(target), seed=0)
+    assert result.outcome is Outcome.UNSUPPORTED
+    assert "spawn this process instead" in result.message

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 
 from hicache_conformance.case import case
-from hicache_conformance.harness import Harness
-from hicache_conformance.outcomes import expect, require
+from hicache_conformance.harness import MHA, Harness
+from hicache_conformance.outcomes import expect, expect_presence, require
 from hicache_storage import Status
 
 ROUNDS = 4
 SHAPE = (192 << 10, 192 << 10)
 BATCH = 4
+PATIENCE = 20.0
+"""Seconds in which a store has to notice that a process is gone."""
 
 
 def _killed_writer(h: Harness, prefix: str) -> list[str]:
@@ -70,3 +72,29 @@ def killed_peer_does_not_stop_the_others(h: Harness) -> None:
         h.store(client, [*mine, *names], SHAPE)
         h.check(client, [*mine, *names], buffers=SHAPE)
         require(time.monotonic() - start < 10.0, "the survivor was held up for more than 10 s")
+
+
+@case("lifecycle", needs=("shared",), level="fault-tolerant", seconds=60)
+def pages_of_a_killed_process_are_not_promised(h: Harness) -> None:
+    """Pages that a killed process has stored are whole or misses; what was found to be a miss is promised
+    no more, and can be stored anew.
+
+    sglang#31315: metadata said present after the only segment had died. A put on such a key may do
+    nothing, and say OK.
+    """
+    names, other = h.names(6), h.process()
+    expect(other.call("set", names=names, buffers=list(MHA)), ["ok"] * 6, "what the other process stored")
+    client = h.open()
+    keys = client.keys(names)
+    expect_presence(client.batch_exists(keys), [True] * 6, "pages of another process")
+    other.kill()
+    statuses = h.check(client, names, [set(Status)] * 6)
+    found = client.batch_exists(keys)
+    broken = sum(there and not status for there, status in zip(found, statuses, strict=True))
+    require(not broken, f"{broken} pages that could not be read a moment ago are said to exist")
+    memory = h.filled(client, names)
+    ends_at = time.monotonic() + PATIENCE
+    while not all(client.batch_set_from(keys, memory.pages)):
+        require(time.monotonic() < ends_at, f"they could not be stored anew in {PATIENCE} s")
+        time.sleep(0.05)
+    h.check(client, names)

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hicache_conformance.directory import DirectoryStorage
 from hicache_conformance.mutants import mutant
@@ -129,6 +129,41 @@ class LockFileStays(DirectoryStorage):
         lock.unlink()
 
 
+class _InItsWriter(DirectoryStorage):
+    """The directory holds keys; their content is in the process that stored it, and goes with it."""
+
+    def set(self, key: str, value: memoryview) -> None:
+        super().set(key, memoryview(os.getpid().to_bytes(4, "little") + bytes(value)))
+
+    def get(self, key: str) -> bytes | None:
+        value = super().get(key)
+        if value is None:
+            return None
+        if not os.path.exists(f"/proc/{int.from_bytes(value[:4], 'little')}"):
+            raise UnavailableError("its owner is gone")
+        return value[4:]
+
+
+@mutant("lifecycle.pages_of_a_killed_process_are_not_promised")
+class TrustsExistence(_InItsWriter):
+    """A key is promised for ever after its content died with its owner (sglang#31315)."""
+
+
+@mutant("lifecycle.pages_of_a_killed_process_are_not_promised")
+class NeverReplacesTheLost(_InItsWriter):
+    """What died with its owner is noticed, and a set of it does nothing, as the key is there."""
+
+    def exists(self, key: str) -> bool:
+        try:
+            return self.get(key) is not None
+        except UnavailableError:
+            return False
+
+    def set(self, key: str, value: memoryview) -> None:
+        if not super().exists(key):
+            super().set(key, value)
+
+
 _everyone = threading.Lock()
 
 
@@ -150,3 +185,16 @@ class LockSurvivesFork(DirectoryStorage):
 
     def close(self) -> None:
         self._closed.set()
+
+
+@mutant("lifecycle.fork_is_safe")
+class FailsInTheChild(DirectoryStorage):
+    """A forked child is told that the store is down."""
+
+    _opened_in: ClassVar[set[int]] = set()
+
+    def __init__(self, settings: Any, namespace: Namespace) -> None:
+        self._opened_in.add(os.getpid())
+        if len(self._opened_in) > 1:
+            raise UnavailableError("no connection")
+        super().__init__(settings, namespace)

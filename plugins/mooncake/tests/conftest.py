@@ -171,7 +171,7 @@ def memory():
     return Memory()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tools():
     """Functions that tests share (test files are no package, so they cannot import them)."""
 

@@ -2,12 +2,13 @@
 
 import shutil
 import subprocess
+import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 
-from hicache_storage_mooncake.master import answers
+from hicache_storage_mooncake.master import answers, parse_metrics, read_http
 from hicache_storage_mooncake.processes import start_master, start_owner
 
 pytestmark = pytest.mark.wheel
@@ -45,35 +46,75 @@ def etcd(tools, tmp_path):
         process.wait()
 
 
-def test_pages_survive_the_leader_with_etcd_and_oplog(etcd, tools):
-    from hicache_storage_mooncake import MooncakeSettings, MooncakeStorage
-    from hicache_storage_mooncake.client import close_idle
+CLIENT = """
+import os, sys
+from hicache_storage import Namespace, StorageError
+from hicache_storage_mooncake import MooncakeSettings, MooncakeStorage
+settings = MooncakeSettings(master_server_address=sys.argv[1], protocol="tcp", global_segment_size=0)
+storage = MooncakeStorage(settings, Namespace())
+print("open", flush=True)
+for line in sys.stdin:
+    command, name = line.split()
+    key, content = Namespace().key(name), name.encode() * 1000
+    try:
+        answer = storage.set(key, memoryview(content)) if command == "set" else storage.get(key) == content
+    except StorageError as error:
+        answer = error
+    print(answer, flush=True)
+os._exit(0)  # the end of a client takes 30 s where etcd elects the master
+"""
 
+
+class Elsewhere:
+    """A client of elected masters in a process of its own: ``set NAME`` and ``get NAME``."""
+
+    def __init__(self, address):
+        command = [sys.executable, "-c", CLIENT, address]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout.readline() == "open\n"
+
+    def __call__(self, command):
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+
+def test_pages_survive_the_leader_with_etcd_and_oplog(etcd, tools):
     ha = [
         "--enable_ha=true",
         "--ha_backend_type=etcd",
         f"--ha_backend_connstring={etcd}",
         "--enable_oplog=true",
+        "--oplog_poll_interval_ms=50",
     ]
+    metrics = tools.free_port()
+
+    def followed():
+        """How much of the leader's log the standby has."""
+        try:
+            text = read_http(f"http://127.0.0.1:{metrics}/metrics", 1.0)
+        except OSError:
+            return 0
+        return parse_metrics(text.splitlines()).get("ha_oplog_applied_entries_total", 0)
+
     with ExitStack() as stack:
-        masters = [start_ha_master(stack, tools, ha)]
+        leader = stack.enter_context(start_master(tools.free_port(), tools.free_port(), *ha))
         owner = stack.enter_context(start_owner(f"etcd://{etcd}", 64 << 20))
-        masters.append(start_ha_master(stack, tools, ha, standby=True))
-        stack.callback(close_idle)
-        settings = MooncakeSettings(
-            master_server_address=f"etcd://{etcd}", protocol="tcp", global_segment_size=0
-        )
-        storage = stack.enter_context(MooncakeStorage(settings, tools.NAMESPACE))
-        key = tools.NAMESPACE.key("survivor")
-        storage.set(key, memoryview(b"kept" * 1000))
-        time.sleep(1.0)  # the standby follows the log; nothing says how far it is
-        masters[0].kill()
-        until(lambda: served(storage, key) == b"kept" * 1000, 40)
+        stack.enter_context(start_master(tools.free_port(), metrics, *ha, standby=True))
+        client = stack.enter_context(closing(Elsewhere(f"etcd://{etcd}")))
+        until(followed, 10)
+        before = followed()
+        assert client("set survivor") == "None"
+        assert client("set next") == "None"
+        until(lambda: followed() >= before + 2, 10)  # one entry a page, in order
+        leader.kill()
+        until(lambda: client("get survivor") == "True", 40)
         assert owner.process.poll() is None
-
-
-def start_ha_master(stack, tools, flags, standby=False):
-    return stack.enter_context(start_master(tools.free_port(), tools.free_port(), *flags, standby=standby))
 
 
 def served(storage, key):
