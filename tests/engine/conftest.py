@@ -63,6 +63,12 @@ def storage():
     return MemoryStorage()
 
 
+@pytest.fixture(scope="session")
+def new_storage():
+    """Makes a storage for each example of a property."""
+    return MemoryStorage
+
+
 @pytest.fixture
 def other():
     """A second storage."""
