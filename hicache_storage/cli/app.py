@@ -11,6 +11,7 @@ from rich.table import Table
 
 from hicache_storage import __version__
 from hicache_storage.cli import COMMANDS
+from hicache_storage.cli.bench import bench
 from hicache_storage.cli.doctor import doctor
 from hicache_storage.cli.new import new
 from hicache_storage.cli.replay import replay
@@ -88,6 +89,7 @@ def launch_args(
 app.command()(doctor)
 app.command()(new)
 app.command()(replay)
+app.add_typer(bench, name="bench")
 
 for point in sorted(entry_points(group=COMMANDS), key=lambda point: point.name):
     try:

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -29,9 +29,8 @@ _MEMCPY_DEFAULT = 4
 """cudaMemcpyDefault: the addresses say which way it goes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy2D:
-    """``rows`` runs of ``width`` bytes, ``*_pitch`` bytes apart on either side."""
+class Copy2D(NamedTuple):
+    """``rows`` runs of ``width`` bytes, ``*_pitch`` bytes apart: the arguments of cudaMemcpy2DAsync."""
 
     target: int
     target_pitch: int
@@ -75,12 +74,11 @@ def copy_2d(
     stream = torch.cuda.current_stream(target.pages.device if target.pages.is_cuda else source.pages.device)
     for layers in _steps(count, depth):
         if wide:
-            for piece in pieces(source, source_slots, target, target_slots, layers):
-                _enqueue(piece, stream.cuda_stream)
+            _enqueue(pieces(source, source_slots, target, target_slots, layers), stream.cuda_stream)
         else:
             for s, t in zip(source_slots, target_slots, strict=True):
                 target.pages[t, :, layers.start : layers.stop].copy_(
-                    source.pages[s, :, layers.start : layers.stop], non_blocking=True
+                    source.pages[s, :, layers.start : layers.stop]
                 )
         yield layers
 
@@ -93,22 +91,26 @@ def pieces(
     layers: range,
 ) -> Iterator[Copy2D]:
     """The two-dimensional copies that move these layers of these pages."""
-    width = _width(source)
+    # plain integers from here on: thousands of copies have to start faster than they run
+    width, depth = _width(source), len(layers)
+    from_page, from_kv, from_layer = _strides(source)
+    to_page, to_kv, to_layer = _strides(target)
+    from_first = source.pages.data_ptr() + layers.start * from_layer
+    to_first = target.pages.data_ptr() + layers.start * to_layer
     for s, t, count in runs(source_slots, target_slots):
         for kv in range(source.sizes["kv"]):
-            inner, outer = ("layer", "page") if len(layers) >= count else ("page", "layer")
-            rows = {"layer": len(layers), "page": count}
-            for index in range(rows[outer]):
-                offset = {"page": 0, "layer": 0, outer: index}
-                place = (kv, layers.start + offset["layer"])
-                yield Copy2D(
-                    _address(target, t + offset["page"], *place),
-                    _pitch(target, inner),
-                    _address(source, s + offset["page"], *place),
-                    _pitch(source, inner),
-                    width,
-                    rows[inner],
-                )
+            read = from_first + s * from_page + kv * from_kv
+            write = to_first + t * to_page + kv * to_kv
+            if depth >= count:
+                for page in range(count):
+                    yield Copy2D(
+                        write + page * to_page, to_layer, read + page * from_page, from_layer, width, depth
+                    )
+            else:
+                for layer in range(depth):
+                    yield Copy2D(
+                        write + layer * to_layer, to_page, read + layer * from_layer, from_page, width, count
+                    )
 
 
 def _steps(layers: int, depth: int) -> Iterator[range]:
@@ -126,34 +128,29 @@ def _is_wide(pool: PagePool) -> bool:
     return pool.pages[0, 0, 0].is_contiguous()
 
 
-def _pitch(pool: PagePool, axis: str) -> int:
-    return pool.pages.stride({"page": 0, "layer": 2}[axis]) * pool.pages.element_size()
+def _strides(pool: PagePool) -> tuple[int, int, int]:
+    """Bytes from one page, kv and layer to the next."""
+    nbytes = pool.pages.element_size()
+    page, kv, layer = pool.pages.stride()[:3]
+    return page * nbytes, kv * nbytes, layer * nbytes
 
 
-def _address(pool: PagePool, page: int, kv: int, layer: int) -> int:
-    offset = page * pool.pages.stride(0) + kv * pool.pages.stride(1) + layer * pool.pages.stride(2)
-    return pool.pages.data_ptr() + offset * pool.pages.element_size()
-
-
-def _enqueue(piece: Copy2D, stream: int) -> None:
+def _enqueue(copies: Iterator[Copy2D], stream: int) -> None:
     memcpy_2d = _memcpy_2d()
-    if max(piece.target_pitch, piece.source_pitch) <= _MAX_PITCH:
-        rows = [(0, piece.rows)]
-    else:
-        rows = [(row, 1) for row in range(piece.rows)]
-    for row, count in rows:
-        status = memcpy_2d(
-            piece.target + row * piece.target_pitch,
-            min(piece.target_pitch, _MAX_PITCH),
-            piece.source + row * piece.source_pitch,
-            min(piece.source_pitch, _MAX_PITCH),
-            piece.width,
-            count,
-            _MEMCPY_DEFAULT,
-            stream,
-        )
-        if status:
-            raise RuntimeError(f"cudaMemcpy2DAsync: error {status} for {piece}")
+    for copy in copies:
+        if copy.target_pitch <= _MAX_PITCH >= copy.source_pitch:
+            status = memcpy_2d(*copy, _MEMCPY_DEFAULT, stream)
+            if status:
+                raise RuntimeError(f"cudaMemcpy2DAsync: error {status} for {copy}")
+        else:
+            _enqueue(_rows(copy), stream)
+
+
+def _rows(copy: Copy2D) -> Iterator[Copy2D]:
+    """The same copy, a row at a time."""
+    for row in range(copy.rows):
+        target, source = copy.target + row * copy.target_pitch, copy.source + row * copy.source_pitch
+        yield Copy2D(target, copy.width, source, copy.width, copy.width, 1)
 
 
 @functools.cache

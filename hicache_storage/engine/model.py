@@ -7,6 +7,7 @@ before a chunk were computed a moment ago or came from storage.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class ModelCompute:
     computed again, as in SGLang: there are no logits without it.
 
     After each request ``logits`` are those of its last ``keep_logits`` tokens, or of as many as were
-    in its last chunk.
+    in its last chunk, and ``ready_at`` is when they were computed (``time.perf_counter``).
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ModelCompute:
         self._chunk_tokens = chunk_tokens or page_size
         self._keep_logits = keep_logits
         self.logits: torch.Tensor | None = None
+        self.ready_at = 0.0
         if self._chunk_tokens % page_size:
             raise SettingsError(
                 f"a chunk of {chunk_tokens} tokens is no whole number of pages of {page_size}"
@@ -102,6 +104,9 @@ class ModelCompute:
             )
             self.logits = output.logits[0]
             position = step
+        if pages.is_cuda:
+            torch.cuda.current_stream(pages.device).synchronize()
+        self.ready_at = time.perf_counter()
 
     def check(self, pages: torch.Tensor, work: Work) -> int:
         """0: a model cannot tell a wrong byte from a right one. Logits can; see above."""

@@ -45,17 +45,27 @@ def assert_moved(target, before, target_slots, source, source_slots, layers=slic
 
 
 def memmoved(source, source_slots, target, target_slots, by_layer):
-    """As ``direct.copy_2d``, with memmove in the place of cudaMemcpy2DAsync."""
+    """As ``direct.copy_2d``, enqueuing what the fixture ``memcpy_2d`` does at once."""
     layers = source.sizes["layer"]
     for step in [range(i, i + 1) for i in range(layers)] if by_layer else [range(layers)]:
-        for piece in direct.pieces(source, source_slots, target, target_slots, step):
-            for row in range(piece.rows):
-                ctypes.memmove(
-                    piece.target + row * piece.target_pitch,
-                    piece.source + row * piece.source_pitch,
-                    piece.width,
-                )
+        direct._enqueue(direct.pieces(source, source_slots, target, target_slots, step), 0)
         yield step
+
+
+@pytest.fixture
+def memcpy_2d(monkeypatch):
+    """memmove in the place of cudaMemcpy2DAsync; the list of the rows that each call was given."""
+    calls = []
+
+    def copy(target, target_pitch, source, source_pitch, width, rows, _kind, _stream):
+        assert width <= min(target_pitch, source_pitch)
+        for row in range(rows):
+            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+        calls.append(rows)
+        return 0
+
+    monkeypatch.setattr(direct, "_memcpy_2d", lambda: copy)
+    return calls
 
 
 @pytest.fixture
@@ -91,6 +101,7 @@ def test_copies_move_the_layers_and_pages_they_name_and_nothing_else(copy, shape
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["at_once", "by_layer"])
 @pytest.mark.parametrize(("shape", "layout"), WIDE)
+@pytest.mark.usefixtures("memcpy_2d")
 def test_the_pieces_of_two_dimensional_copies_are_the_same_bytes(shape, layout, by_layer):
     check_both_ways(memmoved, shape, layout, by_layer)
 
@@ -125,6 +136,18 @@ def test_the_gpus_kernel_compiles_and_moves_sixteen_bytes_a_thread(monkeypatch, 
     )
     assert compiled.asm["ptx"].count("ld.global.v2.b64") >= 4  # in flight at once
     assert compiled.asm["ptx"].count("st.global.v2.b64") >= 4
+
+
+def test_rows_too_far_apart_for_one_copy_are_copied_one_by_one(memcpy_2d, monkeypatch):
+    monkeypatch.setattr(direct, "_MAX_PITCH", 128)
+    check_both_ways(memmoved, KVShape.mha(3, 2, 8), PAGE_FIRST_DIRECT, by_layer=False)
+    assert set(memcpy_2d) == {1}
+
+
+def test_a_copy_that_cuda_refuses_is_an_error(monkeypatch):
+    monkeypatch.setattr(direct, "_memcpy_2d", lambda: lambda *_: 1)
+    with pytest.raises(RuntimeError, match=r"cudaMemcpy2DAsync: error 1 for Copy2D\(target="):
+        check_both_ways(memmoved, KVShape.mha(3, 2, 8), PAGE_FIRST_DIRECT, by_layer=False)
 
 
 def test_a_page_of_page_first_direct_is_one_copy_for_keys_and_one_for_values():
