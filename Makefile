@@ -2,6 +2,7 @@
 # make test   run all tests, the plugins on real servers included (as root it installs these from Debian)
 # make test-sglang   the adapter on SGLang's own controllers (SGLANG="0.5.10.post1 0.5.14 0.5.23")
 # make test-mooncake, make test-s3   one plugin's tests
+# make test-gpu   the cases that need a CUDA device; make test-triton   the GPU's copy kernel without one
 # make sglang-matrix the same on all versions, and docs/sglang.md from it
 # make lint   ruff and mypy
 # make conformance   the suite on a backend     (BACKEND=file, or module:Class of a file in examples/)
@@ -19,7 +20,7 @@ CLIENTS := $(patsubst plugins/%/requirements.txt,%,$(wildcard plugins/*/requirem
 
 SGLANG ?= 0.5.10.post1 0.5.14 0.5.23
 
-.PHONY: demo test $(CLIENTS:%=test-%) test-sglang sglang-matrix lint conformance conformance-matrix bench clean
+.PHONY: demo test $(CLIENTS:%=test-%) test-gpu test-triton test-sglang sglang-matrix lint conformance conformance-matrix bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -37,6 +38,15 @@ test-sglang:
 
 $(CLIENTS:%=test-%): test-%: $(VENV)/.clients
 	@$(BIN)/pytest -q $(ARGS) plugins/$*
+
+test-gpu: $(VENV)/.ready
+	@$(BIN)/pytest -q -m gpu $(ARGS) tests/engine
+
+# Its interpreter and compiler need no GPU. A torch for CUDA brings the Triton that belongs to it.
+test-triton: $(VENV)/.ready
+	@$(BIN)/python -c 'import triton' 2>/dev/null \
+		|| $(BIN)/pip install -q --disable-pip-version-check --no-deps triton==3.9.0
+	@$(BIN)/pytest -q -k gpus_kernel $(ARGS) tests/engine/test_transfer.py
 
 sglang-matrix:
 	@for version in $(SGLANG); do \

@@ -304,6 +304,7 @@ def test_l2_is_registered_once_as_a_whole(storage):
     assert storage.registered == []
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("layout", "io_backend", "shape"), COMBINATIONS)
 def test_pages_come_back_byte_for_byte_from_a_cuda_device(storage, layout, io_backend, shape):
