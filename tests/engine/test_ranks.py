@@ -297,6 +297,14 @@ def test_a_model_that_cannot_be_cut_that_way_says_why(shape, place, tp_lcm_size,
         Shard(KVShape.parse(shape), place, tp_lcm_size)
 
 
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_heads_are_split_only_where_the_layout_keeps_them_apart(layout):
+    io_backend = "kernel" if layout == "page_first" else "direct"
+    options = {"l1_tokens": 12, "mem_layout": layout, "io_backend": io_backend}
+    with pytest.raises(SettingsError, match=f"tp_lcm_size needs mem_layout page_head, not {layout}"):
+        TierEngine(KVShape.parse(MHA), PAGE, tp_lcm_size=2, **options)
+
+
 def test_a_place_that_there_is_not_is_refused():
     with pytest.raises(SettingsError, match="tp rank 2 is not one of 2 ranks"):
         Place(2, 2)
