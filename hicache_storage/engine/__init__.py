@@ -1,6 +1,7 @@
 """The reference tier engine: HiCache's three tiers without a model. Needs torch (``[engine]``)."""
 
 from hicache_storage.engine.compute import Compute, Work
+from hicache_storage.engine.decode import DecodeEngine, DecodeStats, Decoding
 from hicache_storage.engine.engine import TierEngine
 from hicache_storage.engine.layouts import LAYOUTS
 from hicache_storage.engine.options import COPIED_BY, EngineOptions, resolve
@@ -14,6 +15,9 @@ __all__ = [
     "COPIED_BY",
     "LAYOUTS",
     "Compute",
+    "DecodeEngine",
+    "DecodeStats",
+    "Decoding",
     "EngineOptions",
     "EngineStats",
     "KVShape",
