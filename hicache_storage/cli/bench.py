@@ -113,7 +113,9 @@ def _copies(
 
     rates: list[CopyRate] = []
     overlaps: list[Overlap] = []
-    table = Table(Column("layout", min_width=17), "io", "H2D GB/s", "of peak", "D2H GB/s", "of peak", "overlap")
+    table = Table(
+        Column("layout", min_width=17), "io", "H2D GB/s", "of peak", "D2H GB/s", "of peak", "overlap"
+    )
     for layout, io_backends in COPIED_BY.items():
         for io_backend in io_backends if shape.attention in LAYOUTS[layout].attentions else ():
             with opened(shape, page_size, pages, layout, io_backend, device) as pools:

@@ -129,7 +129,7 @@ class TierEngine:
     def stats(self) -> EngineStats:
         """Counts so far, and what is resident now."""
         with self._lock:
-            l1, l2, controller = self._tiers.l1, self._tiers.l2, self._tiers.controller
+            l1, l2, controller = self._tiers.l1, self._tiers.l2, self._tiers.traffic.controller
             errors = self._past_errors + (controller.storage_errors if controller else 0)
             return EngineStats(
                 l1_resident=l1.slots - l1.free_slots,
@@ -180,7 +180,7 @@ class TierEngine:
     def wait_for_backup(self, timeout: float | None = None) -> bool:
         """Wait until nothing is on its way to or from L3; False when ``timeout`` seconds passed."""
         with self._lock:
-            return self._tiers.settle(timeout)
+            return self._tiers.traffic.settle(timeout)
 
     def attach(self, storage: HiCacheStorage) -> None:
         """Take ``storage`` as L3, on all ranks or on none. Pages that L1 and L2 have go there when they
@@ -205,13 +205,13 @@ class TierEngine:
         with self._idle("detach"):
             if self._attachment is None:
                 return
-            is_settled = self._tiers.settle(0.0)
+            is_settled = self._tiers.traffic.settle(0.0)
             if not all(self._tiers.ranks.agree(Asking.REQUEST, "detach", [is_settled])):
                 raise BusyError("detach: pages are on their way to or from L3; wait_for_backup first")
             self._past_errors += self._attachment.controller.storage_errors
             self._attachment.end(_CLOSE_SECONDS)
             self._attachment = None
-            self._tiers.forget_l3()
+            self._tiers.traffic.forget()
 
     def close(self) -> None:
         """End the threads after the calls in progress and let go of the pools; safe to call twice.
@@ -253,7 +253,7 @@ class TierEngine:
         if not are_attached:
             attachment.end(_CLOSE_SECONDS)
             raise StorageError("another rank could not attach its storage")
-        tiers.controller = attachment.controller
+        tiers.traffic.controller = attachment.controller
         return attachment
 
     @contextmanager

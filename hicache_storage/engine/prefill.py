@@ -37,7 +37,7 @@ def give_up(tiers: Tiers, prefetch: Prefetch) -> None:
     """End a request that has waited for nothing."""
     tiers.tree.unpin(prefetch.known, Tier.L2)
     if prefetch.operation is not None:
-        tiers.l2.free(slot for slot, _ in tiers.collect(prefetch.operation))
+        tiers.l2.free(slot for slot, _ in tiers.traffic.collect(prefetch.operation))
 
 
 class Prefill:
@@ -93,7 +93,7 @@ class Prefill:
         if operation is None:
             return
         self._policy.wait(operation, self._page_size)
-        pages = self._tiers.collect(operation)
+        pages = self._tiers.traffic.collect(operation)
         if pages:
             self._tiers.copy_to_l2(path)
         for index, (slot, parts) in enumerate(pages, len(prefetch.known)):

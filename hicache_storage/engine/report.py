@@ -74,3 +74,18 @@ class EngineStats:
     """Lost to L3 under pressure: left L2 without a backup, or never found room in L2."""
     storage_errors: int
     """Calls of the storage that raised."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Pages, since the engine was opened; see EngineStats."""
+
+    l1_evicted: int = 0
+    l2_evicted: int = 0
+    copied_to_l2: int = 0
+    forgotten: int = 0
+    prefetched: int = 0
+    prefetch_limited: int = 0
+    backed_up: int = 0
+    backup_failed: int = 0
+    dropped: int = 0

@@ -1,45 +1,28 @@
-"""The slots of L1 and L2: who has them, who must leave, and what is on its way between the tiers.
+"""The slots of L1 and L2: who has them, who must leave, and what is copied between the two.
 
-The tree says which pages are where, the pools which slots are free, the controller what the storage
-has finished. This module keeps the three in step. One thread at a time.
+The tree says which pages are where, the pools which slots are free. This module keeps them in step, and
+``traffic`` with L3. One thread at a time.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from queue import Empty
 
-from hicache_storage.engine.controller import BackupOperation, CacheController, Event, Released
 from hicache_storage.engine.loading import Loading
-from hicache_storage.engine.page_objects import Parts
 from hicache_storage.engine.pools import DevicePool, HostPool
 from hicache_storage.engine.prefetch import PrefetchOperation
 from hicache_storage.engine.radix import HiRadixTree, Node, Tier
 from hicache_storage.engine.ranks import Ranks
+from hicache_storage.engine.report import Counts
 from hicache_storage.engine.side_pools import SidePools
+from hicache_storage.engine.traffic import Traffic
 from hicache_storage.engine.transfer import Transfer
 from hicache_storage.engine.write_policy import WRITE_POLICIES, use, with_prefixes
-from hicache_storage.storage import batches
 
 _PREFETCH_SHARE = 0.8
 """Of the room that L2 has beyond L1, what waiting prefetches may hold before no more are begun: SGLang's
 ``prefetch_capacity_limit`` up to 0.5.14 (0.5.23 takes half of L2, and lets L2 be smaller than L1)."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """Pages, since the engine was opened; see EngineStats."""
-
-    l1_evicted: int = 0
-    l2_evicted: int = 0
-    copied_to_l2: int = 0
-    forgotten: int = 0
-    prefetched: int = 0
-    prefetch_limited: int = 0
-    backed_up: int = 0
-    backup_failed: int = 0
-    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +35,7 @@ class Load:
 
 
 class Tiers:
-    """Pages in ``l1`` and ``l2``, copied by ``transfer``, and ``controller`` behind L2 while there is an L3.
+    """Pages in ``l1`` and ``l2``, copied by ``transfer``; ``traffic`` goes on between L2 and L3.
 
     ``sides`` are beside both tiers. The tiers of other ranks hold other pages, and ``ranks`` agree.
     ``write_policy`` names one of WRITE_POLICIES. ``backup_wait``: seconds that a request may wait for
@@ -75,12 +58,10 @@ class Tiers:
         self.sides = sides
         self.ranks = ranks
         self.tree = HiRadixTree()
-        self.controller: CacheController | None = None
         self.counts = Counts()
+        self.traffic = Traffic(self.tree, l2, self.counts)
         self._hits_to_copy = WRITE_POLICIES[write_policy]
         self._backup_wait = backup_wait
-        self._prefetching = 0
-        self._expected_events = 0
 
     @property
     def page_nbytes(self) -> int:
@@ -96,7 +77,7 @@ class Tiers:
 
     def l2_slots(self, count: int) -> list[int]:
         """Slots of L2, fewer than ``count`` when all the others stay in use."""
-        self._handle_events()
+        self.traffic.handle_events()
         ends_at = time.monotonic() + self._backup_wait
         slots: list[int] = []
         while len(slots) < count:
@@ -105,7 +86,7 @@ class Tiers:
                 slot = self._evict(Tier.L2)
             if slot is not None:
                 slots.append(slot)
-            elif not self._relieve_l2(ends_at):
+            elif not self.traffic.relieve(ends_at):
                 break
         return sorted(slots)
 
@@ -154,21 +135,16 @@ class Tiers:
         wanted = use(path, self._hits_to_copy)
         self.copy_to_l2(wanted)
         self.counts.dropped += sum(node.slots[Tier.L2] is None for node in wanted)
-        self.back_up(path)
+        self.traffic.back_up(path)
 
     def flush(self, tier: Tier) -> int:
         """Evict everything that is not in use; how many pages left."""
-        self._handle_events()
+        self.traffic.handle_events()
         if tier is Tier.L1:
             return self._leave_l1(self.l1.slots)
         slots = list(iter(lambda: self._evict(tier), None))
         self.l2.free(slots)
         return len(slots)
-
-    @property
-    def prefetch_is_limited(self) -> bool:
-        """Whether waiting prefetches hold so much of L2 that no other may begin."""
-        return self._prefetching >= _PREFETCH_SHARE * (self.l2.slots - self.l1.slots)
 
     def restorable(self, path: list[Node]) -> tuple[int, ...]:
         """The lengths, ascending, of the prefixes of ``path`` that a request can go on from."""
@@ -180,11 +156,12 @@ class Tiers:
         None without L3, when it is less than ``min_pages``, and when limited. Among several ranks there is
         an operation all the same, with no room: the others may have more to ask for.
         """
-        if self.controller is None:
+        if self.traffic.controller is None:
             return None
         missing = len(hashes) - len(known)
         is_wanted = missing >= max(1, min_pages)
-        if is_wanted and self.prefetch_is_limited:
+        share = _PREFETCH_SHARE * (self.l2.slots - self.l1.slots)
+        if is_wanted and self.traffic.prefetching >= share:
             self.counts.prefetch_limited += missing
             is_wanted = False
         if not (is_wanted or (hashes and self.ranks.place.count > 1)):
@@ -193,57 +170,8 @@ class Tiers:
         slots = self.l2_slots(missing) if is_wanted else []
         parts = [node.parts[Tier.L1] | node.parts[Tier.L2] for node in known]
         operation = PrefetchOperation(hashes, parts, slots)
-        self._prefetching += len(slots)
-        self.controller.prefetch(operation)
+        self.traffic.prefetch(operation)
         return operation
-
-    def collect(self, operation: PrefetchOperation) -> list[tuple[int, Parts]]:
-        """Stop the prefetch; the L2 slot and the parts of each of its complete pages.
-
-        The caller has to place or free the slots.
-        """
-        completed, free, in_flight = operation.stop()
-        self._prefetching -= len(operation.slots)
-        self.l2.free(free)
-        self._expected_events += in_flight
-        return list(zip(operation.slots, completed))  # noqa: B905 - the other slots are not complete
-
-    def back_up(self, path: list[Node]) -> None:
-        """Queue for L3 what L2 has of a path and L3 has not."""
-        if self.controller is None:
-            return
-        for node in path:
-            node.stored |= node.parts[Tier.L2] & ~self.controller.written  # another rank stores it
-        wanted = [
-            index
-            for index, node in enumerate(path)
-            if node.parts[Tier.L2] & ~node.stored and not node.backing_up
-        ]
-        for batch in batches(len(wanted)):
-            indices = wanted[batch]
-            nodes = [path[index] for index in indices]
-            pinned = path[: indices[-1] + 1]
-            for node in nodes:
-                node.backing_up = True
-            self.tree.pin(pinned, Tier.L2)
-            self._expected_events += 1
-            parts = [node.parts[Tier.L2] & ~node.stored for node in nodes]
-            slots = [node.slot(Tier.L2) for node in nodes]
-            self.controller.backup(BackupOperation(nodes, pinned, parts, slots))
-
-    def settle(self, timeout: float | None) -> bool:
-        """Wait until nothing is on its way to or from L3; False when ``timeout`` seconds passed."""
-        ends_at = None if timeout is None else time.monotonic() + timeout
-        while self._expected_events:
-            if not self._handle_event(ends_at):
-                return False
-        return True
-
-    def forget_l3(self) -> None:
-        """There is no L3 any more, and the next one has none of the pages."""
-        self.controller = None
-        for node in self.tree.nodes():
-            node.stored = 0
 
     def _leave_l1(self, count: int) -> int:
         """Evict the ``count`` least recently used pages from L1, if there are as many; how many left."""
@@ -261,7 +189,7 @@ class Tiers:
         together = with_prefixes(self.tree, leaving)
         self.tree.pin(together, Tier.L2)
         self.copy_to_l2(together)
-        self.back_up(together)
+        self.traffic.back_up(together)
         self.counts.dropped += sum(node.slots[Tier.L2] is None for node in leaving)
         self.tree.unpin(together, Tier.L2)
 
@@ -276,43 +204,5 @@ class Tiers:
             self.counts.forgotten += node.slots[Tier.L2] is None
         else:
             self.counts.l2_evicted += 1
-            self.counts.dropped += self.controller is not None and not node.in_l3
+            self.counts.dropped += self.traffic.controller is not None and not node.in_l3
         return slot
-
-    def _relieve_l2(self, ends_at: float) -> bool:
-        """Wait for a backup, or after ``ends_at`` drop one; False when there is none to drop."""
-        if self._expected_events and self._handle_event(ends_at):
-            return True
-        dropped = self.controller.cancel_backup() if self.controller else None
-        if dropped is None:
-            return False
-        self._backup_ended(dropped, [0] * len(dropped.nodes))
-        return True
-
-    def _handle_events(self) -> None:
-        while self._expected_events and self._handle_event(time.monotonic()):
-            pass
-
-    def _handle_event(self, ends_at: float | None) -> bool:
-        """Act on the next event of the controller; False when there is none by ``ends_at``."""
-        assert self.controller is not None
-        timeout = None if ends_at is None else max(0.0, ends_at - time.monotonic())
-        try:
-            event: Event = self.controller.events.get(timeout=timeout)
-        except Empty:
-            return False
-        if isinstance(event, Released):
-            self.l2.free(event.slots)
-            self._expected_events -= 1
-        else:
-            self._backup_ended(event.operation, event.stored)
-        return True
-
-    def _backup_ended(self, operation: BackupOperation, stored: list[Parts]) -> None:
-        for node, wanted, parts in zip(operation.nodes, operation.wanted, stored, strict=True):
-            node.backing_up = False
-            node.stored |= parts
-            self.counts.backed_up += parts == wanted
-            self.counts.backup_failed += parts != wanted
-        self.tree.unpin(operation.path, Tier.L2)
-        self._expected_events -= 1

@@ -336,7 +336,7 @@ def test_a_closed_engine_lets_go_of_its_memory_at_once(storage):
     engine = open_engine(storage)
     owner = weakref.ref(engine._tiers.l2.buffer.owner)
     engine.prefill(prompt(10))
-    while engine._tiers.controller.events.empty():  # a backup that nobody has asked about
+    while engine._tiers.traffic.controller.events.empty():  # a backup that nobody has asked about
         time.sleep(0.002)
     gc.disable()
     try:
