@@ -148,6 +148,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_cache_shape(self) -> int:
         return -1
 
+    get_max_length = get_max_cache_shape  # as newer versions of transformers call it
+
     def _extended(self, kv: int, states: torch.Tensor) -> torch.Tensor:
         """``states``, with axes (1, head, token, dim), after what is in the pages before them."""
         pages = self._kv[:, kv]

@@ -21,7 +21,7 @@ def blocks(rows: int, words: int, word_nbytes: int) -> tuple[int, int]:
     return min(height, triton.next_power_of_2(rows)), width
 
 
-@triton.jit(do_not_specialize=["first_layer", "last_layer"])
+@triton.jit(do_not_specialize=["first_layer"])
 def copy_rows(
     source,
     target,
@@ -38,10 +38,10 @@ def copy_rows(
     target_token,
     target_head,
     first_layer,
-    last_layer,
     rows,
     heads,
     words,
+    LAYERS: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -57,6 +57,6 @@ def copy_rows(
     read = read + (token * source_token + head * source_head)[:, None] + word[None, :]
     write = target + tl.load(target_slots + page) * target_page + kv * target_kv
     write = write + (token * target_token + head * target_head)[:, None] + word[None, :]
-    for layer in range(first_layer, last_layer):
-        at = tl.cast(layer, tl.int64)
+    for layer in range(LAYERS):
+        at = tl.cast(first_layer + layer, tl.int64)
         tl.store(write + at * target_layer, tl.load(read + at * source_layer, mask=inside), mask=inside)

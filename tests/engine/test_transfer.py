@@ -120,7 +120,7 @@ def test_the_gpus_kernel_compiles_and_moves_sixteen_bytes_a_thread(monkeypatch, 
     names = copy.copy_rows.arg_names
     signature = dict.fromkeys(names, "i32")
     signature |= dict.fromkeys(("source", "target", "source_slots", "target_slots"), "*i64")
-    signature |= dict.fromkeys(("ROWS", "WORDS"), "constexpr")
+    signature |= dict.fromkeys(("LAYERS", "ROWS", "WORDS"), "constexpr")
     rows, words = copy.blocks(64 * 8, 32, 8)  # Llama-3.1-8B, 64 tokens: all strides are multiples of 16
     multiples = ("source", "target", "page", "kv", "layer", "token", "head", "words")
     divisible = [i for i, name in enumerate(names) if name.split("_")[-1] in multiples]
@@ -128,7 +128,7 @@ def test_the_gpus_kernel_compiles_and_moves_sixteen_bytes_a_thread(monkeypatch, 
         triton.compiler.ASTSource(
             copy.copy_rows,
             signature,
-            constexprs={"ROWS": rows, "WORDS": words},
+            constexprs={"LAYERS": 32, "ROWS": rows, "WORDS": words},
             attrs={(i,): [["tt.divisibility", 16]] for i in divisible if "first" not in names[i]},
         ),
         target=triton.backends.compiler.GPUTarget("cuda", capability, 32),
