@@ -18,7 +18,7 @@ from typing import Generic, TypeAlias, TypeVar
 from hicache_storage.engine.page_objects import KV, PageObjects, Parts
 from hicache_storage.engine.prefetch import PrefetchOperation
 from hicache_storage.engine.radix import Node
-from hicache_storage.engine.ranks import Asking, Ranks, as_flags, longest_of
+from hicache_storage.engine.ranks import Asking, Ranks, RanksError, as_flags, longest_of
 from hicache_storage.hybrid import leading_run
 from hicache_storage.storage import batches
 
@@ -86,11 +86,8 @@ class Worker(Generic[T]):
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
-            if self._closing:
-                self._discard(item)
-                continue
             try:
-                self._handle(item)
+                (self._discard if self._closing else self._handle)(item)
             except Exception:
                 logger.exception("%s thread: an operation failed", threading.current_thread().name)
 
@@ -152,12 +149,14 @@ class CacheController:
         return all(ended)
 
     def _query(self, operation: PrefetchOperation) -> None:
+        wanted: Sequence[Parts] = []
         try:
-            operation.narrow(self._worth_reading(operation))
-        except BaseException:
-            operation.done.set()
-            raise
-        self._prefetches.put(operation)
+            wanted = self._worth_reading(operation)
+        except RanksError as error:
+            logger.debug("%s", error)  # the request's own thread raises it
+        finally:
+            operation.narrow(wanted)
+            self._prefetches.put(operation)
 
     def _query_nothing(self, operation: PrefetchOperation) -> None:
         """The other ranks ask about this request too, and one that is missing would hold them up."""

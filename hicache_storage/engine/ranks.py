@@ -122,19 +122,17 @@ class GlooRanks:
         group = self._groups.get(asking)
         if group is None:
             raise RanksError(self._broken)
-        mark = _mark(about)
-        reduced = torch.tensor([*values, mark, -mark], dtype=torch.int64)
-        minimum = torch.distributed.AllreduceOptions()
-        minimum.reduceOp = torch.distributed.ReduceOp.MIN  # type: ignore[assignment]
         try:
-            group.allreduce([reduced], minimum).wait()
+            # gloo ends the process when sizes differ, so that is asked first, in a size of its own
+            mark = _mark(f"{len(values)} values for {about}")
+            is_alike = _minimum(group, [mark, -mark]) == [mark, -mark]
+            agreed = _minimum(group, values) if values and is_alike else []
         except RuntimeError as error:
             raise self._break(
                 f"rank {self.place.rank} lost the others at {about}: one is gone, or did not come within "
                 f"{self._timeout:g} seconds ({error})"
             ) from error
-        *agreed, least, most = reduced.tolist()
-        if (least, most) != (mark, -mark):
+        if not is_alike:
             raise self._break(f"the ranks do not act alike: rank {self.place.rank} is at {about}")
         return agreed
 
@@ -169,6 +167,15 @@ def _open_groups(place: Place, init_method: str, timeout: timedelta) -> dict[Ask
         asking: torch.distributed.ProcessGroupGloo(PrefixStore(asking.value, store), rank, size, timeout)
         for asking in Asking
     }
+
+
+def _minimum(group: Any, values: Sequence[int]) -> list[int]:
+    reduced = torch.tensor(values, dtype=torch.int64)
+    options = torch.distributed.AllreduceOptions()
+    options.reduceOp = torch.distributed.ReduceOp.MIN  # type: ignore[assignment]
+    group.allreduce([reduced], options).wait()
+    smallest: list[int] = reduced.tolist()
+    return smallest
 
 
 def _mark(about: str) -> int:

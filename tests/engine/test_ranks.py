@@ -141,6 +141,7 @@ def test_a_rank_without_room_in_l2_keeps_the_others_from_fetching(open_team, gat
     team.forget()
     team.storages[1].before["set"] = gate
     assert team.hits(prompt(12, salt=1)) == {0}
+    assert gate.reached.wait(30)
     assert team.hits(prompt(10)) <= {0, 1}  # rank 1 has 13 slots, 12 wait for their backup
     gate.opened.set()
 
@@ -192,10 +193,15 @@ def test_an_argument_that_is_refused_is_refused_on_all_ranks_and_the_next_reques
     assert team.hits(prompt(10)) == {0}
 
 
-def test_ranks_that_run_different_requests_are_told(open_team):
+@pytest.mark.parametrize("pages", [[3, 3], [3, 9], [9, 0]])
+def test_ranks_that_run_different_requests_are_told(open_team, pages):
     team = open_team(MHA, tp=2, timeout=5.0, prefetch_policy="best_effort")
-    errors = team.errors(lambda engine: engine.prefill(prompt(3, salt=engine.shard.place.tp_rank)))
-    assert [type(error) for error in errors] == [RanksError] * 2
+
+    def run(engine):
+        rank = engine.shard.place.tp_rank
+        return engine.prefill(prompt(pages[rank], salt=rank))
+
+    assert [type(error) for error in team.errors(run)] == [RanksError] * 2
     assert all(error is not None for error in team.errors(lambda engine: engine.prefill(prompt(3))))
 
 
