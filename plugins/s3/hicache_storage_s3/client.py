@@ -37,15 +37,21 @@ SIGNED_SECONDS = 300
 class Client:
     """Thread-safe; costs three connection pools."""
 
-    def __init__(self, settings: S3Settings, checksum: str = "") -> None:
+    def __init__(self, settings: S3Settings) -> None:
         """Raises SettingsError for what obstore does not take, or a profile that is not there."""
+        self._settings = settings
         self._obstore: Any = obstore_here()
         self._prefix = f"{settings.prefix}/" if settings.prefix else ""
-        self._pages = make_store(settings, settings.request_seconds, checksum)
+        self._pages = make_store(settings, settings.request_seconds, "")
+        self._uploads = self._pages
         self._bulk = make_store(settings, settings.request_seconds, "", settings.retries)
         self._quick = make_store(settings, min(settings.request_seconds, LOOKUP_SECONDS), "")
         self._lock = threading.Lock()
         self._requests: Counter[str] = Counter()
+
+    def send_checksum(self, algorithm: str) -> None:
+        """Have objects that are stored from now on carry this checksum; empty: none."""
+        self._uploads = make_store(self._settings, self._settings.request_seconds, algorithm)
 
     @property
     def requests(self) -> dict[str, int]:
@@ -103,7 +109,7 @@ class Client:
         self.count("PUT")
         try:
             self._obstore.put(
-                self._pages,
+                self._uploads,
                 self.path(key),
                 body,
                 mode="create" if create else "overwrite",
@@ -131,7 +137,7 @@ class Client:
 
         try:
             self._obstore.put(
-                self._pages,
+                self._uploads,
                 self.path(key),
                 counted(),
                 use_multipart=True,

@@ -1,6 +1,6 @@
 """Finds out at start what the store can do, and says clearly what is wrong with it.
 
-One small object is stored, stored again, listed, read twice and removed: 7 requests.
+One small object is stored in each way that is to be used, listed, read and removed: 9 requests at most.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ssl
 import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import Literal
+from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -25,17 +25,23 @@ from hicache_storage.errors import (
     UnavailableError,
 )
 from hicache_storage_s3.client import Client
-from hicache_storage_s3.direct import DirectReader, PuzzledError
+from hicache_storage_s3.direct import Direct
 from hicache_storage_s3.retry import Persistence
 from hicache_storage_s3.s3errors import NoSuchBucketError
 from hicache_storage_s3.settings import S3Settings
+from hicache_storage_s3.wire import PuzzledError
 
 logger = logging.getLogger(__name__)
 
 MOST_SKEW = timedelta(minutes=5)
 """S3 refuses signed requests whose clock is further off than 15 minutes."""
 
+WRONG_CHECKSUM = ("x-amz-checksum-crc64nvme", "AAAAAAAAAAA=")
+"""Refused where checksums are verified; AWS refuses it for not being signed, which tells nothing."""
+
 _CREATE_SECONDS = 10.0
+
+Algorithm: TypeAlias = Literal["crc64nvme", "sha256", "off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +49,14 @@ class Abilities:
     """What was found, and why."""
 
     client: Client
-    """Knows the checksum to send."""
     conditional: bool
     conditional_reason: str
-    direct: DirectReader | None
-    direct_reason: str
-    checksum: str
+    direct_get: Direct | None
+    get_reason: str
+    direct_put: Direct | None
+    put_reason: str
+    checksum: Algorithm
+    checksum_reason: str
     clock_offset: timedelta
     """How far the store's clock is ahead of ours, to about a second."""
 
@@ -61,35 +69,52 @@ class Probe:
         self._persistence = persistence
         self._client = Client(settings)
         self._key = f".probe/{uuid.uuid4().hex}"
-        self._body = uuid.uuid4().bytes * 16
+        self._body = bytearray(uuid.uuid4().bytes * 16)
+        self._direct: Direct | None = None
 
     def run(self) -> Abilities:
         """Raises SettingsError, AccessDeniedError, CorruptError or UnavailableError, saying what to mend."""
         self._store_first()
         try:
-            conditional, reason = self._conditional()
+            checksum, checksum_reason = self._checksum()
+            direct_put, put_reason = self._direct_put(checksum)
+            conditional, conditional_reason = self._conditional(direct_put)
             offset = self._read_back()
             self._check_list()
-            direct, direct_reason = self._direct()
-            client, checksum = self._checksum()
+            direct_get, get_reason = self._direct_get()
+        except BaseException:
+            if self._direct is not None:
+                self._direct.close()
+            raise
         finally:
             self._remove()
-        return Abilities(client, conditional, reason, direct, direct_reason, checksum, offset)
+        return Abilities(
+            client=self._client,
+            conditional=conditional,
+            conditional_reason=conditional_reason,
+            direct_get=direct_get,
+            get_reason=get_reason,
+            direct_put=direct_put,
+            put_reason=put_reason,
+            checksum=checksum,
+            checksum_reason=checksum_reason,
+            clock_offset=offset,
+        )
 
-    def _put(self, client: Client, *, create: bool) -> bool:
-        return self._persistence.call(lambda: client.put(self._key, self._body, create=create))
+    def _put(self, *, create: bool) -> bool:
+        return self._persistence.call(lambda: self._client.put(self._key, bytes(self._body), create=create))
 
     def _store_first(self) -> None:
         bucket = self._settings.bucket
         try:
-            self._put(self._client, create=False)
+            self._put(create=False)
         except NoSuchBucketError:
             if not self._settings.create_bucket:
                 raise SettingsError(
                     f"bucket {bucket!r} does not exist; create it, or set create_bucket"
                 ) from None
             self._create_bucket()
-            self._put(self._client, create=False)
+            self._put(create=False)
         except AccessDeniedError as error:
             raise AccessDeniedError(f"bucket {bucket!r}: {error}") from None
 
@@ -110,14 +135,74 @@ class Probe:
             )
         logger.warning("created bucket %r", self._settings.bucket)
 
-    def _conditional(self) -> tuple[bool, str]:
+    def _checksum(self) -> tuple[Algorithm, str]:
+        wish = self._settings.checksum
+        if wish == "off" or self._settings.direct_put == "on":
+            return "off", "switched off"
+        algorithm: Algorithm = "crc64nvme" if wish == "auto" else wish
+        self._client.send_checksum(algorithm)
+        try:
+            self._put(create=False)
+        except StorageError as error:
+            if wish != "auto":
+                raise SettingsError(f"checksum: {error}") from None
+            self._client.send_checksum("")
+            return "off", str(error)
+        if wish != "auto":
+            return algorithm, "as it was told"
+        try:
+            self._put_presigned(WRONG_CHECKSUM)
+        except (PuzzledError, StorageError) as error:
+            return algorithm, f"{error} to a wrong one"
+        self._client.send_checksum("")
+        return "off", "the store takes a wrong one"
+
+    def _direct_put(self, checksum: Algorithm) -> tuple[Direct | None, str]:
+        settings = self._settings
+        if settings.direct_put == "off":
+            return None, "switched off"
+        if settings.direct_put == "auto":
+            if checksum != "off":
+                return None, "a presigned request carries no checksum"
+            if settings.sign_payload or not settings.plain_http:
+                return None, "better over TLS, and where payloads are signed"
+        try:
+            self._put_presigned()
+        except (PuzzledError, StorageError) as error:
+            if settings.direct_put == "on":
+                raise SettingsError(f"direct_put: {error} to a presigned request") from None
+            return None, f"{error} to a presigned request"
+        return self._direct, "presigned requests work"
+
+    def _put_presigned(self, header: tuple[str, str] | None = None, *, create: bool = False) -> bool:
+        """Raises PuzzledError or StorageError."""
+        self._client.count("PUT")
+        url, page = self._client.sign("PUT", self._key), [Buffer.of(self._body)]
+        return self._presigned(url).write_from(url, page, Lease(), create=create, header=header)
+
+    def _presigned(self, url: str) -> Direct:
+        """For presigned requests to that host. Raises PuzzledError where there is a proxy."""
+        settings, parts = self._settings, urlsplit(url)
+        if settings.proxy or (parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "")):
+            raise PuzzledError("a proxy comes in between")
+        if self._direct is None:
+            try:
+                self._direct = Direct(settings.connect_seconds, settings.request_seconds, settings.ca_file)
+            except (OSError, ssl.SSLError):
+                raise SettingsError(f"ca_file: {settings.ca_file} holds no certificates") from None
+        return self._direct
+
+    def _conditional(self, direct: Direct | None) -> tuple[bool, str]:
         wish = self._settings.conditional_put
         if wish == "off":
             return False, "switched off"
         try:
-            works = not self._put(self._client, create=True)
+            if direct is None:
+                works = not self._put(create=True)
+            else:
+                works = not self._persistence.call(lambda: self._put_presigned(create=True))
             reason = "the store honours If-None-Match" if works else "the store ignores If-None-Match"
-        except StorageError as error:
+        except (PuzzledError, StorageError) as error:
             works, reason = False, str(error)
         if wish == "on" and not works:
             raise SettingsError(f"conditional_put: {reason}")
@@ -128,7 +213,7 @@ class Probe:
         if found is None:
             raise UnavailableError("an object that was just stored is not there: no consistent store")
         body, stored_at = found
-        if body != self._body:
+        if body != bytes(self._body):
             raise CorruptError("the store returns other bytes than it was given")
         offset = stored_at - datetime.now(timezone.utc)
         if abs(offset) > MOST_SKEW:
@@ -152,52 +237,28 @@ class Probe:
                 "an object that was just stored is not listed: the store is not consistent"
             )
 
-    def _direct(self) -> tuple[DirectReader | None, str]:
+    def _direct_get(self) -> tuple[Direct | None, str]:
         wish = self._settings.direct_get
         if wish == "off":
             return None, "switched off"
-        reader, reason = self._try_direct()
-        if wish == "on" and reader is None:
+        reason = self._get_presigned()
+        if reason and wish == "on":
             raise SettingsError(f"direct_get: {reason}")
-        return reader, reason
+        return (None, reason) if reason else (self._direct, "presigned requests work")
 
-    def _try_direct(self) -> tuple[DirectReader | None, str]:
-        settings = self._settings
-        url = self._client.sign("GET", self._key)
-        parts = urlsplit(url)
-        if settings.proxy or (parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "")):
-            return None, "requests go through a proxy"
-        try:
-            reader = DirectReader(settings.connect_seconds, settings.request_seconds, settings.ca_file)
-        except (OSError, ssl.SSLError):
-            raise SettingsError(f"ca_file: {settings.ca_file} holds no certificates") from None
+    def _get_presigned(self) -> str:
+        """What goes wrong, empty when nothing does."""
         read = bytearray(len(self._body))
-        self._client.count("GET")
         try:
-            status = reader.read_into(url, [Buffer.of(read)], Lease())
-            reason = f"a presigned request found {status.value}"
-        except PuzzledError as error:
-            reason = f"the store gave {error} to a presigned request"
-        except StorageError as error:
-            reason = str(error)
-        if bytes(read) == self._body:
-            return reader, "presigned requests work"
-        reader.close()
-        return None, reason
-
-    def _checksum(self) -> tuple[Client, Literal["crc64nvme", "sha256", "off"]]:
-        wish = self._settings.checksum
-        if wish == "off":
-            return self._client, "off"
-        algorithm: Literal["crc64nvme", "sha256"] = "crc64nvme" if wish == "auto" else wish
-        client = Client(self._settings, algorithm)
-        try:
-            self._put(client, create=False)
-        except StorageError as error:
-            if wish != "auto":
-                raise SettingsError(f"checksum: {error}") from None
-            return self._client, "off"
-        return client, algorithm
+            url = self._client.sign("GET", self._key)
+            direct = self._presigned(url)
+            self._client.count("GET")
+            status = direct.read_into(url, [Buffer.of(read)], Lease())
+        except SettingsError:
+            raise
+        except (PuzzledError, StorageError) as error:
+            return f"{error} to a presigned request"
+        return "" if read == self._body else f"a presigned request found {status.value}"
 
     def _remove(self) -> None:
         try:

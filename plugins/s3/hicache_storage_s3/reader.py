@@ -9,9 +9,10 @@ from hicache_storage.buffers import Page, page_nbytes
 from hicache_storage.errors import StorageError
 from hicache_storage.storage import Status
 from hicache_storage_s3.client import Client
-from hicache_storage_s3.direct import DirectReader, PuzzledError
+from hicache_storage_s3.direct import Direct
 from hicache_storage_s3.retry import Persistence
 from hicache_storage_s3.s3errors import translate
+from hicache_storage_s3.wire import PuzzledError
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ DIRECT_NBYTES = 65536
 class Reader:
     """Thread-safe. ``direct`` is None where presigned requests do not work."""
 
-    def __init__(self, client: Client, persistence: Persistence, direct: DirectReader | None) -> None:
+    def __init__(self, client: Client, persistence: Persistence, direct: Direct | None) -> None:
         self._client = client
         self._persistence = persistence
         self._direct = direct

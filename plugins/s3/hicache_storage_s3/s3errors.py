@@ -75,7 +75,8 @@ def translate(error: BaseException, doing: str) -> StorageError:
     found = _CODE.search(text)
     code = found[1] if found else ""
     status = _STATUS.search(text)
-    if kind == "AlreadyExistsError":
+    # a 409 says that another write is in progress, which may fail; obstore makes no difference
+    if kind == "AlreadyExistsError" and not (status and status[1] == "409"):
         return AlreadyThereError(f"already there when {doing}")
     if kind in ("PermissionDeniedError", "UnauthenticatedError"):
         return answer(int(status[1]) if status else 403, code, doing)

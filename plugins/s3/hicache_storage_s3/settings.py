@@ -80,12 +80,17 @@ class S3Settings(BaseModel):
         "auto",
         description="Read pages by presigned request straight into L2; auto: when a probe finds it works",
     )
+    direct_put: Switch = Field(
+        "auto",
+        description="Store pages by presigned request straight from L2; auto: over plain HTTP, where the "
+        "service verifies no checksum",
+    )
     conditional_put: Switch = Field(
         "auto", description="Store with If-None-Match; auto: when a probe shows that it is honoured"
     )
     checksum: Checksum = Field(
         "auto",
-        description="Checksum for the service to verify on upload; auto: crc64nvme where accepted",
+        description="Checksum for the service to verify on upload; auto: crc64nvme where it is verified",
     )
     sign_payload: bool = Field(
         False, description="Sign the body of uploads too (SHA-256 of every byte); the checksum is cheaper"
@@ -123,3 +128,5 @@ class S3Settings(BaseModel):
         given = [self.access_key_id is not None, bool(self.profile), self.anonymous]
         if sum(given) > 1:
             raise ValueError("give one of access_key_id, profile and anonymous")
+        if self.direct_put == "on" and (self.sign_payload or self.checksum not in ("auto", "off")):
+            raise ValueError("direct_put sends no checksum and signs no payload: turn it off, or those")

@@ -12,6 +12,7 @@ from hicache_storage.batch_pool import BatchPool, Lease
 from hicache_storage.buffers import Buffer, Page
 from hicache_storage.errors import ClosedError, InvalidKeyError
 from hicache_storage.namespace import Namespace, check_name
+from hicache_storage.page_hook import page_work
 from hicache_storage.storage import Capabilities, HiCacheStorage, Status, check_batch
 from hicache_storage_s3.bucket import clear_namespace, delete, remove
 from hicache_storage_s3.lookup import Lookup
@@ -32,7 +33,13 @@ class S3Storage(HiCacheStorage):
 
     Settings = S3Settings
     capabilities = Capabilities(
-        zero_copy=True, bounded=True, persistent=True, shared=True, delete=True, clear=True
+        zero_copy=True,
+        bounded=True,
+        page_hook=True,
+        persistent=True,
+        shared=True,
+        delete=True,
+        clear=True,
     )
 
     def __init__(self, settings: S3Settings, namespace: Namespace) -> None:
@@ -118,18 +125,25 @@ class _Store:
         self.readers = BatchPool(settings.threads, "hicache-s3-read")
         self.writers = BatchPool(settings.threads, "hicache-s3-write")
         self.lookup = Lookup(settings, self.client, self._persistence, self._lookups, found.clock_offset)
-        self.reader = Reader(self.client, self._persistence, found.direct)
+        self.reader = Reader(self.client, self._persistence, found.direct_get)
         self._writer = Writer(
             self.client,
             self._persistence,
             self.doubts,
+            found.direct_put,
             conditional=found.conditional,
             part_size=settings.part_size,
         )
 
     def read(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
+        arrived = page_work()
+
         def work(i: int, lease: Lease) -> Status:
-            return self.reader.read_into(keys[i], pages[i], lease)
+            status = self.reader.read_into(keys[i], pages[i], lease)
+            if status:
+                with lease.held():
+                    arrived(i)
+            return status
 
         statuses = self.readers.run(len(keys), work)
         self.doubts.add(key for key, status in zip(keys, statuses, strict=True) if status is Status.CORRUPT)
@@ -141,6 +155,7 @@ class _Store:
     def write(self, keys: Sequence[str], pages: Sequence[Page], *, reraise: bool = False) -> list[Status]:
         """Raises what one page's write raised when asked to."""
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
+        leaving = page_work()
         errors: list[Exception] = []
         created = [False] * len(keys)
         digests = {key.partition("/")[0] for key in keys}
@@ -148,7 +163,7 @@ class _Store:
 
         def work(i: int, lease: Lease) -> Status:
             try:
-                created[i] = self._writer.write(keys[i], pages[i], lease)
+                created[i] = self._writer.write(keys[i], pages[i], lease, lambda: leaving(i))
             except Exception as error:
                 errors.append(error)
                 raise
@@ -171,9 +186,10 @@ class _Store:
         requests = ", ".join(f"{count} {name}" for name, count in sorted(self.client.requests.items()))
         return {
             "bucket": f"{settings.bucket}/{settings.prefix} at {settings.endpoint or 'AWS'}",
-            "reads": f"{'straight into L2' if found.direct else 'through obstore'}: {found.direct_reason}",
-            "writes": f"{'' if found.conditional else 'un'}conditional: {found.conditional_reason}",
-            "checksum": found.checksum,
+            "reads": f"{'straight into L2' if found.direct_get else 'through obstore'}: {found.get_reason}",
+            "writes": f"{'straight from L2' if found.direct_put else 'through obstore'}: {found.put_reason}; "
+            f"{'' if found.conditional else 'un'}conditional: {found.conditional_reason}",
+            "checksum": f"{found.checksum}: {found.checksum_reason}",
             "lookup": f"{settings.lookup}, {len(self.lookup.sightings)} pages known",
             "clock": f"the store is {found.clock_offset.total_seconds():+.0f} s ahead",
             "requests": requests,
@@ -184,3 +200,4 @@ class _Store:
         for pool in (self._lookups, self.readers, self.writers):
             pool.close()
         self.reader.close()
+        self._writer.close()

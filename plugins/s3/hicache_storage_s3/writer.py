@@ -1,17 +1,25 @@
-"""Stores one page: conditionally in one request, or in parts when it is large."""
+"""Stores one page: conditionally in one request, straight from L2 where that works, or in parts."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from hicache_storage.batch_pool import Lease
 from hicache_storage.buffers import Buffer, Page, page_nbytes
 from hicache_storage_s3.client import Client
+from hicache_storage_s3.direct import Direct
 from hicache_storage_s3.memory import ThreadMemory, copy_page
 from hicache_storage_s3.retry import Persistence
+from hicache_storage_s3.wire import PuzzledError
+
+logger = logging.getLogger(__name__)
 
 MOST_DOUBTED = 100_000
+
+DIRECT_NBYTES = 384 << 10
+"""Smaller pages cost less through obstore, which needs the GIL for fewer steps."""
 
 
 class Doubts:
@@ -37,37 +45,63 @@ class Doubts:
 
 
 class Writer:
-    """Thread-safe. ``conditional``: the store honours If-None-Match."""
+    """Thread-safe. ``direct`` is None where presigned requests are of no use."""
 
     def __init__(
-        self, client: Client, persistence: Persistence, doubts: Doubts, *, conditional: bool, part_size: int
+        self,
+        client: Client,
+        persistence: Persistence,
+        doubts: Doubts,
+        direct: Direct | None,
+        *,
+        conditional: bool,
+        part_size: int,
     ) -> None:
+        """``conditional``: the store honours If-None-Match."""
         self._client = client
         self._persistence = persistence
         self._doubts = doubts
+        self._direct = direct
         self._conditional = conditional
         self._part_size = part_size
         self._memory = ThreadMemory()
+        self._puzzled = False
 
-    def write(self, key: str, page: Page, lease: Lease) -> bool:
+    def write(self, key: str, page: Page, lease: Lease, leaving: Callable[[], object]) -> bool:
         """Whether the object was made now; False: it was there already.
 
-        Raises StorageError. The page is read under its lease only, before it is sent.
+        ``leaving`` is called before the page is first read, which like it happens under the lease only.
+        Raises StorageError.
         """
-        nbytes = page_nbytes(page)
+        with lease.held():
+            leaving()
         replace = key in self._doubts
-        if nbytes > self._part_size:
+        if page_nbytes(page) > self._part_size:
             created = self._persistence.call(lambda: self._write_parts(key, page, lease, replace))
         else:
-            memory = self._memory.of(nbytes)
-            with lease.held():
-                copy_page(page, memory)
-            created = self._persistence.call(lambda: self._write_whole(key, memory.view, replace))
+            create = self._conditional and not replace
+            created = self._persistence.call(lambda: self._write_whole(key, page, lease, create))
         self._doubts.discard(key)
         return created
 
-    def _write_whole(self, key: str, body: memoryview, replace: bool) -> bool:
-        return self._client.put(key, body, create=self._conditional and not replace)
+    def close(self) -> None:
+        """Close the connections; no write may be in progress."""
+        if self._direct is not None:
+            self._direct.close()
+
+    def _write_whole(self, key: str, page: Page, lease: Lease, create: bool) -> bool:
+        if self._direct is not None and page_nbytes(page) >= DIRECT_NBYTES:
+            self._client.count("PUT")
+            try:
+                return self._direct.write_from(self._client.sign("PUT", key), page, lease, create=create)
+            except PuzzledError as error:
+                if not self._puzzled:
+                    self._puzzled = True
+                    logger.warning("%s to a presigned request; pages are stored through obstore then", error)
+        memory = self._memory.of(page_nbytes(page))
+        with lease.held():
+            copy_page(page, memory)
+        return self._client.put(key, memory.view, create=create)
 
     def _write_parts(self, key: str, page: Page, lease: Lease, replace: bool) -> bool:
         # a part upload cannot be conditional here, and a request costs less than many parts

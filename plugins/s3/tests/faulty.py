@@ -29,6 +29,8 @@ class Fault:
     """No answer at all, until the proxy is released."""
     flip: int | None = None
     """The byte of the body whose bits are inverted."""
+    takes: int | None = None
+    """Bytes of the request's body that are read; then comes the status, the hole, or the end."""
     stall_at: int | None = None
     """Bytes of the body that are sent before nothing more comes, until the proxy is released."""
 
@@ -97,10 +99,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _relay(self):
         proxy = self.owner
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         proxy.requests[self.command] += 1
         proxy.seen.append((self.command, self.path))
         fault = (proxy.fault and proxy.fault(self.command, self.path)) or Fault()
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length if fault.takes is None else min(fault.takes, length))
+        if len(body) < length:
+            self.close_connection = True
+            if not (fault.hole or fault.status):
+                return
         if fault.delay:
             time.sleep(fault.delay)
         if fault.hole:

@@ -9,7 +9,8 @@ import pytest
 from hicache_storage import DeadlineError, Status, StorageError, open_storage
 from hicache_storage.deadline import deadline
 
-SIZES = (64, 150_000, 150_000)
+SIZES = (64, 250_000, 250_000)
+NBYTES = sum(SIZES)
 PATIENCE = 0.5
 MARGIN = 0.6
 """What a call may take beyond its deadline on a machine that does other things too."""
@@ -40,7 +41,7 @@ def direct(request):
 @pytest.fixture
 def stored(opened, namespace, proxy, tools, direct):
     """A storage behind the proxy, keys of 4 stored pages, and these pages."""
-    storage = opened(endpoint=proxy.url, direct_get=direct, connect_seconds=0.5)
+    storage = opened(endpoint=proxy.url, direct_get=direct, direct_put=direct, connect_seconds=0.5)
     keys = namespace.keys([f"page-{i}" for i in range(4)])
     pages = [tools.filled(key, *SIZES) for key in keys]
     assert all(storage.batch_set_from(keys, pages))
@@ -52,12 +53,12 @@ def stored(opened, namespace, proxy, tools, direct):
     [
         faulty.Fault(keep=0),
         faulty.Fault(keep=100_000),
-        faulty.Fault(keep=300_063),
+        faulty.Fault(keep=NBYTES - 1),
         faulty.Fault(status=500),
         faulty.Fault(status=503, code="SlowDown"),
         faulty.Fault(status=403, code="AccessDenied"),
         faulty.Fault(announce=5),
-        faulty.Fault(announce=-5, keep=300_059),
+        faulty.Fault(announce=-5, keep=NBYTES - 5),
         faulty.Fault(hole=True),
         faulty.Fault(drip=0.05),
         faulty.Fault(stall_at=200_000),
@@ -111,7 +112,9 @@ def test_a_failure_that_passes_costs_a_retry_and_nothing_else(stored, proxy, too
 
 def test_bytes_after_the_page_do_not_reach_the_next_one(stored, proxy, tools):
     storage, keys, pages = stored
-    proxy.fault = pages_only(faulty.Fault(extra=b"HTTP/1.1 200 OK\r\nContent-Length: 300064\r\n\r\nlies"))
+    proxy.fault = pages_only(
+        faulty.Fault(extra=f"HTTP/1.1 200 OK\r\nContent-Length: {NBYTES}\r\n\r\nlies".encode())
+    )
     for _ in range(3):
         read = [tools.empty(*SIZES) for _ in keys]
         statuses = on_time(lambda read=read: storage.batch_get_into(keys, read))
@@ -176,13 +179,79 @@ def test_a_write_that_is_late_stores_the_page_it_was_given(stored, proxy, namesp
     """The caller fills its memory anew after the deadline: the object must be the old page or nothing."""
     storage, *_ = stored
     key = namespace.key("late")
-    page = tools.filled(key, 300_000)
+    page = tools.filled(key, NBYTES)
     wanted = tools.bytes_of(page)
     proxy.fault = lambda method, path: faulty.Fault(delay=1.0) if method == "PUT" else None
     assert on_time(lambda: storage.batch_set_from([key], [page])) == [Status.TIMED_OUT]
-    page[0].view[:] = b"?" * 300_000
+    page[0].view[:] = b"?" * NBYTES
     storage.close()
     assert opened().get(key) in (None, wanted)
+
+
+def puts(fault):
+    return lambda method, _: fault if method == "PUT" else None
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        (faulty.Fault(takes=100_000), Status.FAILED),
+        (faulty.Fault(takes=100_000, hole=True), Status.TIMED_OUT),
+        (faulty.Fault(takes=100_000, status=503, code="SlowDown"), Status.FAILED),
+        (faulty.Fault(takes=0, status=507, code="XMinioStorageFull"), Status.FAILED),
+        (faulty.Fault(status=409, code="ConditionalRequestConflict"), Status.FAILED),
+        (faulty.Fault(status=403, code="AccessDenied"), Status.FAILED),
+    ],
+)
+def test_an_upload_that_the_store_does_not_take_whole_ends_in_time(
+    stored, proxy, opened, namespace, tools, fault, status
+):
+    """More than fits into the sockets on the way, so that the store's end is met while sending."""
+    storage, *_ = stored
+    key = namespace.key("large")
+    page = tools.filled(key, 64, 12_000_000)
+    proxy.fault = puts(fault)
+    assert on_time(lambda: storage.batch_set_from([key], [page])) == [status]
+    page[1].view[:] = b"?" * 12_000_000
+    proxy.fault = None
+    proxy.released.set()
+    storage.close()
+    assert not opened().exists(key)
+
+
+def test_a_page_that_is_there_need_not_be_sent_to_the_end(opened, proxy, namespace, tools):
+    """Stores that refuse before they have read the body save the rest of it."""
+    storage = opened(endpoint=proxy.url)
+    key = namespace.key("there")
+    proxy.fault = puts(faulty.Fault(takes=0, status=412, code="PreconditionFailed"))
+    assert on_time(lambda: storage.batch_set_from([key], [tools.filled(key, 12_000_000)])) == [Status.OK]
+
+
+def test_an_upload_that_breaks_off_once_is_sent_again(stored, proxy, opened, namespace, tools):
+    storage, *_ = stored
+    key = namespace.key("large")
+    page = tools.filled(key, 64, 2_000_000)
+    faults = [faulty.Fault(takes=100_000)]
+    proxy.fault = lambda method, _: faults.pop() if method == "PUT" and faults else None
+    with deadline(10):
+        assert storage.batch_set_from([key], [page]) == [Status.OK]
+    assert not faults
+    assert opened().get(key) == tools.bytes_of(page)
+
+
+def test_presigned_uploads_that_stop_working_are_given_up_page_by_page(
+    opened, proxy, namespace, tools, caplog
+):
+    storage = opened(endpoint=proxy.url)
+    keys = namespace.keys([f"page-{i}" for i in range(3)])
+    pages = [tools.filled(key, *SIZES) for key in keys]
+    proxy.fault = lambda method, path: (
+        faulty.Fault(status=403) if method == "PUT" and "X-Amz-Sig" in path else None
+    )
+    with deadline(10):
+        assert all(storage.batch_set_from(keys, pages))
+    assert caplog.text.count("presigned") == 1
+    assert [opened().get(key) for key in keys] == list(map(tools.bytes_of, pages))
 
 
 def test_a_store_that_refuses_connections_is_unavailable(stored, proxy, tools):

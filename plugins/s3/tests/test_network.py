@@ -66,7 +66,7 @@ def test_a_ca_file_without_certificates_is_named(opened, tmp_path):
 
 def test_everything_goes_through_the_proxy_when_there_is_one(opened, proxy, namespace, tools):
     storage = opened(proxy=proxy.url)
-    assert storage.describe()["reads"] == "through obstore: requests go through a proxy"
+    assert storage.describe()["reads"] == "through obstore: a proxy comes in between to a presigned request"
     proxy.forget()
     key = namespace.key("page")
     page, read = tools.filled(key, 300_000), tools.empty(300_000)

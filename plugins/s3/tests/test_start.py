@@ -62,6 +62,7 @@ def test_a_store_that_is_down_is_unavailable(opened):
         ({"bucket": "b", "endpoint": "example.com"}, "http://"),
         ({"bucket": "b", "access_key_id": "a"}, "go together"),
         ({"bucket": "b", "profile": "p", "anonymous": True}, "one of"),
+        ({"bucket": "b", "direct_put": "on", "checksum": "sha256"}, "direct_put"),
         ({"bucket": "b", "prefix": "a//b"}, "//"),
         ({"bucket": "b", "ca_file": "/nowhere.pem"}, "ca_file"),
         ({"bucket": "b", "profile": "nobody"}, "no profile 'nobody'"),
@@ -82,7 +83,9 @@ def test_without_presigned_requests_pages_are_read_otherwise(opened, proxy, name
             opened(endpoint=proxy.url, direct_get="on")
         return
     backend = opened(endpoint=proxy.url)
-    assert backend.describe()["reads"].startswith("through obstore: the store gave an answer 400")
+    said = backend.describe()
+    assert said["reads"] == "through obstore: an answer 400 to a presigned request"
+    assert said["writes"].startswith("through obstore: an answer 400 to a presigned request")
     key = namespace.key("page")
     page, read = tools.filled(key, 100_000), tools.empty(100_000)
     assert backend.batch_set_from([key], [page]) == [Status.OK]
@@ -104,7 +107,7 @@ def test_presigned_requests_that_stop_working_are_given_up_page_by_page(
 
 def test_a_store_that_ignores_conditions_is_noticed(opened, rclone, namespace, tools):
     backend = opened(rclone)
-    assert backend.describe()["writes"] == "unconditional: the store ignores If-None-Match"
+    assert backend.describe()["writes"].endswith("unconditional: the store ignores If-None-Match")
     with pytest.raises(SettingsError, match="ignores If-None-Match"):
         opened(rclone, conditional_put="on")
 
@@ -183,5 +186,7 @@ def test_no_secret_is_ever_shown(ministack, namespace, proxy, tools, caplog):
 def test_the_backend_says_what_is_in_force(opened):
     said = opened().describe()
     assert said["reads"] == "straight into L2: presigned requests work"
-    assert said["writes"] == "conditional: the store honours If-None-Match"
+    assert said["writes"] == (
+        "straight from L2: presigned requests work; conditional: the store honours If-None-Match"
+    )
     assert storage.S3Storage.capabilities.bounded

@@ -39,6 +39,57 @@ def test_both_ways_to_read_give_the_same_bytes(opened, server, namespace, tools,
     assert tools.bytes_of(read) == tools.bytes_of(page)
 
 
+@pytest.mark.parametrize("direct_put", ["on", "off"])
+@pytest.mark.parametrize("sizes", [(1,), (400_000,), (3, 400_000, 1), (1,) * 2000 + (400_000,)], ids=len)
+def test_both_ways_to_store_give_the_same_object(opened, server, namespace, tools, direct_put, sizes):
+    storage = opened(server, direct_put=direct_put)
+    key = namespace.key("page")
+    page = tools.filled(key, *sizes)
+    for _ in range(2):
+        assert storage.batch_set_from([key], [page]) == [Status.OK]
+    assert storage.get(key) == tools.bytes_of(page)
+
+
+def test_a_checksum_that_nobody_verifies_is_not_computed(opened, ceph):
+    said = opened(ceph, checksum="auto").describe()
+    assert said["checksum"] == "off: the store takes a wrong one"
+    assert said["writes"].startswith("straight from L2")
+
+
+def test_an_upload_that_breaks_off_stores_nothing(opened, server, namespace):
+    """What writes straight from L2 rely on: a page is not stored unless it was sent in full."""
+    import socket
+
+    storage = opened(server)
+    key = namespace.key("half")
+    scheme, _, rest = storage._opened.client.sign("PUT", key).partition("://")
+    host, _, target = rest.partition("/")
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        head = f"PUT /{target} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100000\r\n\r\n"
+        connection.sendall(head.encode() + b"x" * 50_000)
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(10)
+        while connection.recv(4096):
+            pass
+    assert scheme == "http"
+    assert not storage.exists(key)
+
+
+def test_what_the_layer_above_does_with_each_page_is_done_in_time(opened, namespace, tools):
+    """A checksum is computed from a page that has arrived, and before its bytes leave."""
+    from hicache_storage.page_hook import per_page
+
+    storage = opened()
+    keys = namespace.keys([f"page-{i}" for i in range(8)])
+    pages, read = [tools.empty(500_000) for _ in keys], [tools.empty(500_000) for _ in keys]
+    seen = []
+    with per_page(lambda i: pages[i][0].view.__setitem__(slice(None), tools.content_of(keys[i], 500_000))):
+        assert all(storage.batch_set_from(keys, pages))
+    with per_page(lambda i: seen.append((i, tools.bytes_of(read[i])))):
+        assert all(storage.batch_get_into([*keys[:-1], namespace.key("gone")], read)[:-1])
+    assert sorted(seen) == [(i, tools.content_of(keys[i], 500_000)) for i in range(7)]
+
+
 def test_missing_and_wrongly_sized_pages_have_their_own_status(opened, server, namespace, tools):
     storage = opened(server)
     keys = namespace.keys(["there", "longer", "missing"])
@@ -111,7 +162,8 @@ def test_large_pages_go_up_in_parts_and_are_whole(opened, namespace, tools):
 
 def test_the_service_verifies_what_it_is_sent(opened, namespace, tools):
     storage = opened(checksum="auto")
-    assert storage.describe()["checksum"] == "crc64nvme"
+    assert storage.describe()["checksum"] == "crc64nvme: an answer 400 to a wrong one"
+    assert storage.describe()["writes"].startswith("through obstore: a presigned request carries no checksum")
     key = namespace.key("page")
     assert storage.batch_set_from([key], [tools.filled(key, 1000)]) == [Status.OK]
 
