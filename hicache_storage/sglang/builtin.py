@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from hicache_storage.buffers import Buffer, Page, copy, page_nbytes
-from hicache_storage.errors import SettingsError, UnavailableError, UnsupportedError
+from hicache_storage.errors import BufferMismatchError, SettingsError, UnavailableError, UnsupportedError
 from hicache_storage.namespace import Namespace
 from hicache_storage.storage import Capabilities, HiCacheStorage, ReadableBuffer, Status, check_batch
 
@@ -215,26 +215,63 @@ class ZeroCopyBuiltin(Builtin):
     capabilities = Capabilities(zero_copy=True, persistent=True, shared=True, clear=True)
 
     def register_buffer(self, buffer: Buffer) -> None:
+        """Raises BufferMismatchError when the backend refuses, such as memory that it knows already.
+
+        SGLang's interface has no way to take a registration back.
+        """
         register = getattr(self.backend, "register_buffer", None)
         if register is not None:
             import torch
 
-            register(torch.frombuffer(buffer.view, dtype=torch.uint8))
+            try:
+                register(torch.frombuffer(buffer.view, dtype=torch.uint8))
+            except RuntimeError as error:
+                raise BufferMismatchError(
+                    f"sglang:{self.name} refuses {buffer.nbytes} bytes at {buffer.address:#x}: {error}"
+                ) from error
 
     def batch_get_into(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
         check_batch(keys, pages)
-        return self._move(self.backend.batch_get_v1, keys, pages, Status.MISSING)
+        pieces = [self._pieces(page) for page in pages]
+        statuses = self._move(self.backend.batch_get_v1, keys, pieces, Status.MISSING)
+        for page, own, status in zip(pages, pieces, statuses, strict=True):
+            if status and own is not page:
+                copy(own, page)
+        return statuses
 
     def batch_set_from(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
         check_batch(keys, pages)
         self._remember(keys, pages)
-        return self._move(self.backend.batch_set_v1, keys, pages, Status.FAILED)
+        pieces = [self._pieces(page) for page in pages]
+        for page, own in zip(pages, pieces, strict=True):
+            if own is not page:
+                copy(page, own)
+        return self._move(self.backend.batch_set_v1, keys, pieces, Status.FAILED)
+
+    def _pieces(self, page: Page) -> Page:
+        """The page in as many equal pieces as SGLang's pools have a page in: K and V, or MLA's one.
+
+        That is the page itself, where it is cut so; any other goes through memory of ours, which
+        over RDMA no backend would take.
+        """
+        count, nbytes = 1 if self.namespace.attention == "mla" else 2, page_nbytes(page)
+        if [buffer.nbytes for buffer in page] == [nbytes // count] * count:
+            return page
+        own = Buffer.of(bytearray(nbytes))
+        half = nbytes // count
+        return [own.slice(i * half, half if i + 1 < count else nbytes - i * half) for i in range(count)]
 
     def _move(self, call: Any, keys: Sequence[str], pages: Sequence[Page], failed: Status) -> list[Status]:
+        """Raises UnavailableError for whatever the backend raises."""
+        if not keys:
+            return []
         import torch
 
-        with self._pool.moving(pages):
-            done = call(_flat(keys), torch.arange(len(pages)))
+        try:
+            with self._pool.moving(pages):
+                done = call(_flat(keys), torch.arange(len(pages)))
+        except Exception as error:
+            raise UnavailableError(f"sglang:{self.name}: {error}") from error
         if not isinstance(done, list) or len(done) != len(keys):
             return [Status.FAILED] * len(keys)
         return [Status.OK if ok is True else failed for ok in done]
