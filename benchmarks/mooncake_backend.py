@@ -1,11 +1,12 @@
-"""The Mooncake backend next to Mooncake's own calls on the same buffers.
+"""The Mooncake backend next to Mooncake's own calls, and to SGLang's own MooncakeStore, on the same buffers.
 
-    python benchmarks/mooncake_backend.py --json OUT.json
+    .venv-sglang-0.5.23/bin/python benchmarks/mooncake_backend.py --json OUT.json
 
-Everything is measured in one run, in interleaved rounds, and reported as medians and as ratios to
-the raw calls of this run. Each contestant has keys of its own, which are removed after each round.
-"bare" is the plugin alone, where the bars are; "layers" is what open_storage gives, with its deadline
-(a copy through memory of the SDK's own) and its checksums. Over TCP the store is another process.
+Everything is measured in one run, in interleaved rounds, and reported as medians and as ratios
+within a round. Each contestant has keys of its own, which are removed after each round. "bare" is the
+plugin alone, where the bars are; "layers" is what open_storage gives, with its deadline (a copy
+through memory of the SDK's own) and its checksums; "sglang" is what SGLang would call, over our
+contract. Over TCP the store is another process. Without sglang, as in .venv, that part is left out.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from socket import socket
@@ -30,7 +32,7 @@ from socket import socket
 from rich.console import Console
 from rich.table import Table
 
-from hicache_storage import Buffer, Namespace, Page, open_storage
+from hicache_storage import Buffer, HiCacheStorage, Namespace, Page, open_storage
 from hicache_storage.deadline import deadline
 from hicache_storage_mooncake import MooncakeSettings, MooncakeStorage, library
 from hicache_storage_mooncake.client import close_idle
@@ -53,88 +55,124 @@ class Line:
     passed: bool | None = None
 
 
-def timed(
-    contestants: dict[str, tuple[Callable[[], None], Callable[[], None]]], rounds: int
-) -> dict[str, list[float]]:
-    """Seconds of each contestant's first function, round by round; its second one clears up, untimed."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    order = list(contestants)
-    for number in range(-1, rounds):  # round -1 warms up
-        random.shuffle(order)
-        for name in order:
-            work, after = contestants[name]
-            started = time.perf_counter()
-            work()
-            took = time.perf_counter() - started
-            after()
-            if number >= 0:
-                seconds[name].append(took)
-    return seconds
+@dataclass(frozen=True)
+class Contestant:
+    """One way to move the batch, with keys of its own."""
+
+    put: Callable[[], Sequence[object]]
+    get: Callable[[], Sequence[object]]
+    remove: Callable[[], None]
+
+
+def contestants(
+    bare: MooncakeStorage, layers: HiCacheStorage, sglang: HiCacheStorage | None, pages: Sequence[Page]
+) -> dict[str, Contestant]:
+    """All that there are; ``put`` and ``get`` answer truly for each page that was moved."""
+    raw = bare._client.store  # the very client that the plugin uses
+    addresses = [[buffer.address for buffer in page] for page in pages]
+    sizes = [[buffer.nbytes for buffer in page] for page in pages]
+    names = {who: [f"{who}-{i}" for i in range(len(pages))] for who in ("raw", "bare", "layers", "sglang")}
+    keys = {who: NAMESPACE.keys(of) for who, of in names.items()}
+
+    def removed(who: str) -> Callable[[], None]:
+        return lambda: raw.batch_remove(keys[who], True)
+
+    found = {
+        "raw": Contestant(
+            lambda: [code == 0 for code in raw.batch_put_from_multi_buffers(keys["raw"], addresses, sizes)],
+            lambda: [code > 0 for code in raw.batch_get_into_multi_buffers(keys["raw"], addresses, sizes)],
+            removed("raw"),
+        ),
+        "bare": Contestant(
+            lambda: bare.batch_set_from(keys["bare"], pages),
+            lambda: bare.batch_get_into(keys["bare"], pages),
+            removed("bare"),
+        ),
+        "layers": Contestant(
+            lambda: layers.batch_set_from(names["layers"], pages),
+            lambda: layers.batch_get_into(names["layers"], pages),
+            removed("layers"),
+        ),
+    }
+    if sglang is not None:
+        found["sglang"] = Contestant(
+            lambda: sglang.batch_set_from(keys["sglang"], pages),
+            lambda: sglang.batch_get_into(keys["sglang"], pages),
+            lambda: raw.remove_by_regex(f"^{NAMESPACE.model}_", True),
+        )
+    return found
+
+
+def open_sglang(table: dict[str, object], whole: Buffer, bare: MooncakeStorage) -> HiCacheStorage | None:
+    """SGLang's own backend with memory elsewhere, or None without sglang.
+
+    A client copies within the process only where the segment is its own. So next to a segment of ours
+    SGLang's backend works through our client.
+    """
+    if not find_spec("sglang"):
+        return None
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests_sglang"))
+    import cpu_stubs
+
+    cpu_stubs.install()
+    from hicache_storage.sglang.builtin import builtin_backend
+
+    kind = builtin_backend("mooncake")
+    opened = kind(kind.Settings(**{**table, "global_segment_size": 0}), NAMESPACE)
+    if table["global_segment_size"]:
+        opened.backend.store = bare._client.store
+    else:
+        opened.register_buffer(whole)
+    return opened
 
 
 def measure(
     table: dict[str, object], pages: Sequence[Page], whole: Buffer, rounds: int, mode: str
 ) -> list[Line]:
-    """Raw calls, the bare plugin and the plugin behind its layers against one store."""
+    """Every contestant against one store."""
     bare = MooncakeStorage(MooncakeSettings.model_validate(table), NAMESPACE)
     layers = open_storage("mooncake", {**table, "get_seconds": 60, "set_seconds": 60}, NAMESPACE)
     bare.register_buffer(whole)
     layers.register_buffer(whole)
-    raw = bare._client.store  # the very client that the plugin uses
-    addresses = [[buffer.address for buffer in page] for page in pages]
-    sizes = [[buffer.nbytes for buffer in page] for page in pages]
-    nbytes = sum(map(sum, sizes))
-    keys = {name: NAMESPACE.keys([f"{name}-{i}" for i in range(len(pages))]) for name in ("raw", "bare")}
-    names = [f"layers-{i}" for i in range(len(pages))]
-
-    def removed(which: Sequence[str]) -> None:
-        raw.batch_remove(list(which), True)
-
-    def sure(done: Sequence[object]) -> None:
-        assert all(done), "a page was not moved"
-
-    puts = {
-        "raw": (
-            lambda: sure(
-                [code == 0 for code in raw.batch_put_from_multi_buffers(keys["raw"], addresses, sizes)]
-            ),
-            lambda: removed(keys["raw"]),
-        ),
-        "bare": (lambda: sure(bare.batch_set_from(keys["bare"], pages)), lambda: removed(keys["bare"])),
-        "layers": (
-            lambda: sure(layers.batch_set_from(names, pages)),
-            lambda: removed(NAMESPACE.keys(names)),
-        ),
-    }
-    put = timed(puts, rounds)
-    took: dict[str, list[float]] = {name: [] for name in puts}
-    readers: dict[str, Callable[[], None]] = {
-        "raw": lambda: sure(
-            [code > 0 for code in raw.batch_get_into_multi_buffers(keys["raw"], addresses, sizes)]
-        ),
-        "bare": lambda: sure(bare.batch_get_into(keys["bare"], pages)),
-        "layers": lambda: sure(layers.batch_get_into(names, pages)),
-    }
-    for _ in range(rounds + 1):
-        for name in random.sample(list(readers), len(readers)):
-            puts[name][0]()  # the store holds one batch at a time
-            started = time.perf_counter()
-            readers[name]()
-            took[name].append(time.perf_counter() - started)
-            puts[name][1]()
-    gets = {name: times[1:] for name, times in took.items()}
+    found = contestants(bare, layers, open_sglang(table, whole, bare), pages)
+    took: dict[str, dict[str, list[float]]] = {what: {who: [] for who in found} for what in ("set", "get")}
+    keys: dict[str, int] = {}
+    before = bare._client.master.counters(5.0)["keys"]
+    for number in range(-1, rounds):  # round -1 warms up
+        for who in random.sample(list(found), len(found)):  # the store holds one batch at a time
+            for what, call in (("set", found[who].put), ("get", found[who].get)):
+                started = time.perf_counter()
+                moved = call()
+                seconds = time.perf_counter() - started
+                assert all(moved), f"{who} did not {what} every page"
+                if number >= 0:
+                    took[what][who].append(seconds)
+            keys[who] = bare._client.master.counters(5.0)["keys"] - before
+            found[who].remove()
     layers.close()
     bare.close()
+    nbytes = sum(buffer.nbytes for page in pages for buffer in page)
     lines = []
-    for what, found in (("set", put), ("get", gets)):
-        raw_seconds = statistics.median(found["raw"])
-        lines.append(Line(f"{mode} {what} raw", nbytes / raw_seconds / 1e9, "GB/s"))
-        for name in ("bare", "layers"):
-            # of one round, as the machine's speed changes between rounds
-            ratio = statistics.median(r / o for r, o in zip(found["raw"], found[name], strict=True))
-            held = name == "bare"
-            bar, passed = (f">= {BARS[mode]}", ratio >= BARS[mode]) if held else ("", None)
-            lines.append(Line(f"{mode} {what} {name}", ratio, "of raw", bar, passed))
+    for what, seconds_of in took.items():
+        lines += [
+            Line(f"{mode} {what} {who}", nbytes / statistics.median(seconds) / 1e9, "GB/s")
+            for who, seconds in seconds_of.items()
+        ]
+        for who, peer, bar in (
+            ("bare", "raw", BARS[mode]),
+            ("layers", "raw", None),
+            ("bare", "sglang", 1.0),
+            ("layers", "sglang", None),
+        ):
+            if peer in seconds_of:
+                ratio = statistics.median(
+                    p / o for p, o in zip(seconds_of[peer], seconds_of[who], strict=True)
+                )
+                held = ("", None) if bar is None else (f">= {bar}", ratio >= bar)
+                lines.append(Line(f"{mode} {what} {who}", ratio, f"of {peer}", *held))
+    if "sglang" in keys:
+        half = keys["bare"] / keys["sglang"]
+        lines.append(Line(f"{mode} keys bare", half, "of sglang", "<= 0.5", half <= 0.5))
     return lines
 
 
@@ -195,7 +233,7 @@ def machine() -> dict[str, str]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "mooncake": ", ".join(f"{name} {version}" for name, version in library.wheels().items()),
-        "sglang": "importable" if find_spec("sglang") else "not installed: sglang:mooncake was not run",
+        "sglang": version("sglang") if find_spec("sglang") else "not installed: its own backend was not run",
     }
 
 
@@ -224,8 +262,13 @@ def main() -> int:
     ]
     segment = whole.nbytes * 3 // 2
     lines: list[Line] = []
-    with deadline(None), start_master(free_port(), free_port()) as master:
-        table: dict[str, object] = {"master_server_address": master.address, "protocol": "tcp"}
+    metrics_port = free_port()
+    with deadline(None), start_master(free_port(), metrics_port) as master:
+        table: dict[str, object] = {
+            "master_server_address": master.address,
+            "master_metrics_port": metrics_port,
+            "protocol": "tcp",
+        }
         lines += measure({**table, "global_segment_size": segment}, pages, whole, options.rounds, "embedded")
         close_idle()
         with start_owner(master.address, segment):
