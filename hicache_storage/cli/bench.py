@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hicache_storage.cli.cleanup import temporary_directory, terminable
 from hicache_storage.errors import SettingsError
 
 if TYPE_CHECKING:
-    from hicache_storage.bench.copies import CopyRate, Overlap
+    from hicache_storage.bench.copies import CopyRate
     from hicache_storage.bench.ttft import FirstToken
     from hicache_storage.engine import KVShape
 
@@ -75,22 +75,23 @@ def tiers(
         "page_size": page_size,
         "pages": pages,
         "rounds": rounds,
+        "copies": [],
+        "overlap": [],
+        "first_token": [],
     }
     typer.echo(f"{kv_shape}, {page_size} tokens a page, on {figures['hardware'].get('gpu', 'cpu')}")
     try:
-        rates, overlaps = _copies(kv_shape, page_size, pages, found, rounds)
-        figures["copies"] = [asdict(rate) for rate in rates]
-        figures["overlap"] = [asdict(one) for one in overlaps]
-        if device == "cuda":
-            figures["bars"] = _bars(rates)
-        figures["first_token"] = [
-            asdict(row) for row in _first_tokens(kv_shape, page_size, lengths, device, root, rounds)
-        ]
+        with terminable():
+            _copies(figures, kv_shape, page_size, pages, found, rounds)
+            if device == "cuda":
+                figures["bars"] = _bars(figures["copies"])
+            _first_tokens(figures, kv_shape, page_size, lengths, device, root, rounds)
     except MemoryError as error:
         raise SettingsError(f"{error}; lower --pages or --tokens, or take a smaller --shape") from error
     finally:
         if out is not None:  # what was measured before something failed is kept
-            out.write_text(json.dumps(figures, indent=1) + "\n")
+            text = json.dumps(figures, indent=1, default=asdict)
+            out.write_text(text + "\n")
 
 
 def _lengths(text: str, page_size: int) -> list[int]:
@@ -103,30 +104,26 @@ def _lengths(text: str, page_size: int) -> list[int]:
 
 
 def _copies(
-    shape: KVShape, page_size: int, pages: int, device: Any, rounds: int
-) -> tuple[list[CopyRate], list[Overlap]]:
+    figures: dict[str, Any], shape: KVShape, page_size: int, pages: int, device: Any, rounds: int
+) -> None:
+    """Measure and show every combination, and add what was measured to ``figures``."""
     from rich.console import Console
-    from rich.table import Column, Table
+    from rich.table import Table
 
     from hicache_storage.bench.copies import copy_rates, opened, overlap
     from hicache_storage.engine import COPIED_BY, LAYOUTS
 
-    rates: list[CopyRate] = []
-    overlaps: list[Overlap] = []
-    table = Table(
-        Column("layout", min_width=17), "io", "H2D GB/s", "of peak", "D2H GB/s", "of peak", "overlap"
-    )
+    table = Table("layout", "io", "H2D", "of peak", "D2H", "of peak", "overlap", title="copies, GB/s")
     for layout, io_backends in COPIED_BY.items():
         for io_backend in io_backends if shape.attention in LAYOUTS[layout].attentions else ():
             with opened(shape, page_size, pages, layout, io_backend, device) as pools:
-                both = copy_rates(pools, layout, io_backend, rounds)
+                rates = copy_rates(pools, layout, io_backend, rounds)
                 hidden = overlap(pools, layout, io_backend, rounds)
-            rates += both
-            overlaps.append(hidden)
-            cells = [cell for rate in both for cell in (f"{rate.gb_s:.1f}", f"{rate.of_peak:.2f}")]
+            figures["copies"] += rates
+            figures["overlap"].append(hidden)
+            cells = [cell for rate in rates for cell in (f"{rate.gb_s:.1f}", f"{rate.of_peak:.2f}")]
             table.add_row(layout, io_backend, *cells, f"{hidden.efficiency:.2f}")
     Console().print(table)
-    return rates, overlaps
 
 
 def _bars(rates: list[CopyRate]) -> list[dict[str, Any]]:
@@ -144,8 +141,15 @@ def _bars(rates: list[CopyRate]) -> list[dict[str, Any]]:
 
 
 def _first_tokens(
-    shape: KVShape, page_size: int, lengths: list[int], device: str, root: Path | None, rounds: int
-) -> list[FirstToken]:
+    figures: dict[str, Any],
+    shape: KVShape,
+    page_size: int,
+    lengths: list[int],
+    device: str,
+    root: Path | None,
+    rounds: int,
+) -> None:
+    """Measure and show every length, and add what was measured to ``figures``."""
     from rich.console import Console
     from rich.table import Table
 
@@ -153,17 +157,14 @@ def _first_tokens(
         from hicache_storage.bench.ttft import SOURCES, break_even, first_tokens
     except ImportError as error:
         raise SettingsError("TTFT needs transformers: pip install 'hicache-storage[model]'") from error
-    rows: list[FirstToken] = []
-    table = Table("tokens", *(f"{source}, ms" for source in SOURCES), title="time to first token")
-    with ExitStack() as stack:
-        temporary = root or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-bench-")))
-        for row in first_tokens(shape, page_size, lengths, device, temporary, rounds):
+    rows: list[FirstToken] = figures["first_token"]
+    table = Table("tokens", *SOURCES, title="time to first token, ms")
+    with nullcontext(root) if root else temporary_directory("hicache-bench-") as directory:
+        for row in first_tokens(shape, page_size, lengths, device, directory, rounds):
             rows.append(row)
             table.add_row(str(row.tokens), *(f"{row.seconds[source] * 1e3:.1f}" for source in SOURCES))
     Console().print(table)
     for source in SOURCES[:-1]:
         fewest = break_even(rows, source)
-        typer.echo(
-            f"{source} beats computing: " + ("never here" if fewest is None else f"from {fewest} tokens on")
-        )
-    return rows
+        found = "never here" if fewest is None else f"from {fewest} tokens on"
+        typer.echo(f"{source} beats computing: {found}")

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import signal
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -15,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hicache_storage.cli.cleanup import temporary_directory, terminable
 from hicache_storage.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -83,7 +80,7 @@ def replay(
     """
     _check_out(out)
     with ExitStack() as stack:
-        stack.enter_context(_terminable())
+        stack.enter_context(terminable())
         stack.enter_context(_memory_errors())
         # torch and numpy take seconds to import; --help and wrong options need not wait for them
         if find_spec("torch") is None:
@@ -163,43 +160,11 @@ def _storage(
     fields = getattr(find_backend(backend).Settings, "model_fields", {})
     is_given = "root" in table or f"{environment_prefix(backend)}ROOT" in os.environ
     rootless = "root" in fields and fields["root"].is_required() and not is_given
-    with _temporary_directory() if rootless else nullcontext() as root:
+    with temporary_directory("hicache-replay-") if rootless else nullcontext() as root:
         if root is not None:
             table["root"] = str(root)
         with open_storage(backend, table, shape.namespace(page_size, mem_layout, model="replay")) as storage:
             yield storage
-
-
-@contextmanager
-def _temporary_directory() -> Iterator[Path]:
-    root = Path(tempfile.mkdtemp(prefix="hicache-replay-"))
-    has_run = False
-    try:
-        yield root
-        has_run = True
-    finally:
-        # a second Ctrl-C must not leave half of the pages behind
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if has_run:  # many small files take a while
-            typer.echo(f"removing {root}", err=True)
-        try:
-            shutil.rmtree(root, ignore_errors=True)
-        finally:
-            signal.signal(signal.SIGINT, handler)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM unwinds as Ctrl-C does, so that nothing is left behind."""
-
-    def leave(_signal: int, _frame: object) -> None:
-        sys.exit(143)
-
-    handler = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager
