@@ -17,10 +17,10 @@ from hicache_storage.errors import SettingsError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from hicache_storage.engine import EngineStats, KVShape, TierEngine
+    from hicache_storage.engine import TierEngine
+    from hicache_storage.namespace import Namespace
     from hicache_storage.replay.replay import Row, Summary
     from hicache_storage.replay.request import Request
-    from hicache_storage.storage import HiCacheStorage
 
 _PATIENT = {"exists_seconds": 60, "get_seconds": 60, "set_seconds": 60}
 """Deadlines unless set: a replay is about what is cached, on however busy a machine it runs."""
@@ -51,7 +51,7 @@ def replay(
     ] = None,
     max_requests: Annotated[int | None, typer.Option(min=1, help="Stop after so many requests.")] = None,
     mem_layout: Annotated[
-        str, typer.Option(help="Layout of L2: layer_first, page_first or page_first_direct.")
+        str, typer.Option(help="Layout of L2: layer_first, page_first, page_first_direct or page_head.")
     ] = "page_first_direct",
     io_backend: Annotated[
         str, typer.Option(help="How L1 and L2 exchange pages: direct or kernel.")
@@ -62,15 +62,24 @@ def replay(
     prefetch_threshold: Annotated[
         int | None, typer.Option(min=0, help="Fewest tokens worth a prefetch. Default: one page.")
     ] = None,
+    prefetch_timeout_base: Annotated[
+        float, typer.Option(help="Policy timeout: seconds that any request waits.")
+    ] = 1.0,
+    prefetch_timeout_per_ki_token: Annotated[
+        float, typer.Option(help="Policy timeout: seconds more for each 1024 tokens.")
+    ] = 0.25,
     queue: Annotated[int, typer.Option(min=0, help="Requests that wait, prefetching, while others run.")] = 0,
     write_policy: Annotated[
-        str, typer.Option(help="When pages go down a tier: write_through.")
+        str,
+        typer.Option(help="When pages go down to L2: write_through, write_through_selective or write_back."),
     ] = "write_through",
     l1_tokens: Annotated[
         int | None, typer.Option(min=1, help="Size of L1. Default: twice the longest request.")
     ] = None,
     hicache_ratio: Annotated[float, typer.Option(help="Pages of L2 for each page of L1.")] = 2.0,
     hicache_size: Annotated[float | None, typer.Option(help="Size of L2 in GB; overrides the ratio.")] = None,
+    hugepages: Annotated[str | None, typer.Option(help="Make L2 of huge pages: 2MB or 1GB.")] = None,
+    prefault: Annotated[bool, typer.Option("--prefault", help="Take L2's memory at the start.")] = False,
     device: Annotated[str, typer.Option(help="Where L1 is: cpu or cuda.")] = "cpu",
     out: Annotated[Path | None, typer.Option(help="Keep one row a request in this Parquet file.")] = None,
 ) -> None:
@@ -106,16 +115,19 @@ def replay(
             "write_policy": write_policy,
             "prefetch_policy": prefetch_policy,
             "prefetch_threshold": page_size if prefetch_threshold is None else prefetch_threshold,
+            "prefetch_timeout_base": prefetch_timeout_base,
+            "prefetch_timeout_per_ki_token": prefetch_timeout_per_ki_token,
+            "hugepages": hugepages,
+            "prefault": prefault,
             "backup_wait": _BACKUP_WAIT,
         }
         options, _ = resolve(EngineOptions(page_size, **given))
-        storage = stack.enter_context(
-            _storage(backend, config, assignments or [], shape, page_size, options.mem_layout)
-        )
+        namespace = shape.namespace(page_size, options.mem_layout, model="replay")
+        storage = stack.enter_context(_storage(backend, config, assignments or [], namespace))
         engine = stack.enter_context(TierEngine(shape, page_size, storage=storage, **given))
         _announce(str(trace or f"generated workload, seed {seed}"), len(requests), engine, backend)
         rows, summary, finished = _run(engine, requests, queue)
-        _conclude(rows, summary, engine.stats, out)
+        _conclude(rows, summary, engine, out)
     if not finished:
         typer.echo(f"interrupted after {summary.requests} of {len(requests)} requests", err=True)
         raise typer.Exit(130)
@@ -141,12 +153,7 @@ def _requests(
 
 @contextmanager
 def _storage(
-    backend: str,
-    config: str | None,
-    assignments: Sequence[str],
-    shape: KVShape,
-    page_size: int,
-    mem_layout: str,
+    backend: str, config: str | None, assignments: Sequence[str], namespace: Namespace
 ) -> Iterator[HiCacheStorage]:
     """The backend with its layers; one that needs a ``root`` and has none gets a temporary directory."""
     from hicache_storage import find_backend, open_storage
@@ -163,7 +170,7 @@ def _storage(
     with temporary_directory("hicache-replay-") if rootless else nullcontext() as root:
         if root is not None:
             table["root"] = str(root)
-        with open_storage(backend, table, shape.namespace(page_size, mem_layout, model="replay")) as storage:
+        with open_storage(backend, table, namespace) as storage:
             yield storage
 
 
@@ -218,18 +225,27 @@ def _progress() -> Progress:
 
 def _announce(source: str, count: int, engine: TierEngine, backend: str) -> None:
     typer.echo(f"{source}: {count} requests; {engine.shape}, {engine.page_size} tokens a page")
-    l1, l2 = engine.l1_nbytes / 1e6, engine.l2_nbytes / 1e6
+    l1, l2, options = engine.l1_nbytes / 1e6, engine.l2_nbytes / 1e6, engine.options
+    typer.echo(f"L1 {l1:.1f} MB on {options.device}; L2 {l2:.1f} MB, {engine.memory_kind}; L3 {backend}")
     typer.echo(
-        f"L1 {l1:.1f} MB on {engine.options.device}; L2 {l2:.1f} MB, {engine.memory_kind}; L3 {backend}"
+        f"mem_layout {options.mem_layout}, io_backend {options.io_backend}, {options.write_policy}, "
+        f"prefetch {options.prefetch_policy}"
     )
 
 
-def _conclude(rows: list[Row], summary: Summary, stats: EngineStats, out: Path | None) -> None:
+def _conclude(rows: list[Row], summary: Summary, engine: TierEngine, out: Path | None) -> None:
     from rich.console import Console
 
     from hicache_storage.replay.table import summary_table
 
+    stats = engine.stats
     Console().print(summary_table(summary))
+    typer.echo(
+        f"{engine.options.write_policy}: {stats.copied_to_l2} pages copied to L2, {stats.forgotten} left L1 "
+        f"and were gone, {stats.backed_up} stored in L3"
+    )
+    if stats.prefetch_limited:
+        typer.echo(f"{stats.prefetch_limited} pages were not asked of L3 at once: prefetches held L2")
     if lost := stats.backup_failed + stats.dropped:
         typer.echo(f"{lost} pages were not stored ({stats.storage_errors} calls of the storage failed)")
     typer.echo(f"hit rate: {summary.hit_rate:.1%} (bound {summary.bound:.1%})")

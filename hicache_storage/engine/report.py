@@ -61,7 +61,7 @@ class EngineStats:
     l2_evicted: int
     copied_to_l2: int
     forgotten: int
-    """Left L1 without a copy in L2: the write policy wanted none, or there was no room."""
+    """Left L1 without ever having gone further: the write policy did not want that, or there was no room."""
     prefetched: int
     """Read from L3 and used."""
     prefetch_limited: int

@@ -201,7 +201,7 @@ class Tiers:
         node, slot = evicted
         if tier is Tier.L1:
             self.counts.l1_evicted += 1
-            self.counts.forgotten += node.slots[Tier.L2] is None
+            self.counts.forgotten += node.slots[Tier.L2] is None and not node.in_l3
         else:
             self.counts.l2_evicted += 1
             self.counts.dropped += self.traffic.controller is not None and not node.in_l3

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -109,6 +110,40 @@ def test_the_generated_workload_is_the_default(run):
     assert status == 0, errors
     assert "generated workload, seed 7: 40 requests" in out
     assert out.splitlines()[-1] == "wrong bytes: 0"
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_the_end_tells_what_the_write_policy_did(run, tmp_path, policy):
+    status, out, errors = run(
+        write_trace(tmp_path), "--backend", "backends:Dict", "--write-policy", policy, "--l1-tokens", 8192
+    )
+    assert status == 0, errors
+    told = re.search(
+        rf"^{policy}: (\d+) pages copied to L2, (\d+) left L1 and were gone, (\d+) stored in L3$",
+        out,
+        re.MULTILINE,
+    )
+    copied, gone, stored = map(int, told.groups())
+    if policy == "write_through":
+        assert (copied, gone, stored) == (94, 0, 94)  # every page there is
+    elif policy == "write_through_selective":
+        assert 0 < copied == stored < 94
+        assert gone >= 50  # the last page of each request is used once, and 16 pages are left in L1
+    else:
+        assert gone == 0
+        assert 94 - 16 <= stored < 94  # the last ones never left L1
+    assert out.splitlines()[-1] == "wrong bytes: 0"
+
+
+@pytest.mark.parametrize(
+    ("io_backend", "in_force"), [("direct", "page_first_direct"), ("kernel", "page_first")]
+)
+def test_the_start_tells_what_is_in_force(run, tmp_path, caplog, io_backend, in_force):
+    arguments = ["--backend", "backends:Dict", "--mem-layout", "page_first", "--io-backend", io_backend]
+    status, out, errors = run(write_trace(tmp_path), *arguments)
+    assert status == 0, errors
+    assert f"mem_layout {in_force}, io_backend {io_backend}, write_through" in out
+    assert ("SGLang 0.5.23 switches it" in caplog.text) == (in_force != "page_first")
 
 
 def test_wrong_bytes_fail_the_command(run, tmp_path):
