@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hicache_storage.namespace import Namespace
     from hicache_storage.replay.replay import Row, Summary
     from hicache_storage.replay.request import Request
+    from hicache_storage.storage import HiCacheStorage
 
 _PATIENT = {"exists_seconds": 60, "get_seconds": 60, "set_seconds": 60}
 """Deadlines unless set: a replay is about what is cached, on however busy a machine it runs."""
