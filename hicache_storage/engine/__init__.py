@@ -8,8 +8,11 @@ from hicache_storage.engine.options import COPIED_BY, EngineOptions, resolve
 from hicache_storage.engine.oracle import Oracle
 from hicache_storage.engine.page_hash import page_hashes
 from hicache_storage.engine.prefill import Prefetch
+from hicache_storage.engine.ranks import GlooRanks, Place, RanksError
 from hicache_storage.engine.report import EngineStats, PrefillReport, Source
 from hicache_storage.engine.shape import KVShape
+from hicache_storage.engine.shard import Shard
+from hicache_storage.engine.side_pools import SidePool
 
 __all__ = [
     "COPIED_BY",
@@ -20,10 +23,15 @@ __all__ = [
     "Decoding",
     "EngineOptions",
     "EngineStats",
+    "GlooRanks",
     "KVShape",
     "Oracle",
+    "Place",
     "Prefetch",
     "PrefillReport",
+    "RanksError",
+    "Shard",
+    "SidePool",
     "Source",
     "TierEngine",
     "Work",

@@ -48,12 +48,17 @@ class TierEngine:
     ``options`` are those of EngineOptions, by SGLang's names; ``options`` and ``notes`` of the
     engine are what its rules made of them. ``compute`` stands behind L1 (None: the oracle).
 
-    Keys of ``storage`` are plain page hashes: open it with ``shape.namespace(...)`` for the layout in
-    force. It stays the caller's to close, after the engine. Any thread may call; calls run one
-    after the other.
+    ``shape`` is the whole model's; ``shard`` is what this one of ``ranks`` (None: it is alone) holds of
+    it, cut into ``tp_lcm_size`` slices of heads where that is given. Every rank has an engine, and all
+    make the same calls in the same order. ``side_pools`` are what a hybrid model keeps beside KV.
+
+    Keys of ``storage`` begin with page hashes: open it with ``shape.namespace(...)``, or that of the
+    shard, for the layout in force. It stays the caller's to close, after the engine, and so do the
+    ranks. Any thread may call; calls run one after the other.
 
     Raises SettingsError for a bad option (naming the choices) and for a storage of another layout,
-    MemoryError when a pool does not fit, and StorageError when the storage cannot register L2.
+    MemoryError when a pool does not fit, StorageError when the storage cannot register L2, and
+    RanksError, here as in every call that other ranks take part in, when they do not.
     """
 
     def __init__(
