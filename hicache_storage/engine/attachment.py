@@ -55,8 +55,8 @@ def attach(
     """
     buffers = [l2.buffer, *sides.buffers]
     _register(storage, buffers)
-    kv = Part(shard.suffixes, lambda slot: shard.cut(l2.page(slot)), shard.is_writer)
-    objects = PageObjects(storage, [kv, *sides.parts])
+    kv = Part(shard.sliced(storage), "", l2.page, shard.is_writer)
+    objects = PageObjects([kv, *sides.parts(storage)])
     controller = CacheController(objects, min_prefetch_pages, sides.restorable, ranks)
     return Attachment(storage, controller, buffers)
 

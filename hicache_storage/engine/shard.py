@@ -3,11 +3,9 @@
 Tensor parallel ranks hold some heads of MHA each, and all of MLA, whose pages one rank writes and
 all read. Pipeline stages hold some layers each.
 
-Ranks of TP2 and TP4 hold different heads, so their pages differ. With ``tp_lcm_size``, a common
-multiple of the tp sizes that share L3, a page is stored as several objects, one for each of
-``tp_lcm_size / tp_size`` slices of the rank's heads: slice i of tp_lcm_size has the same bytes and
-the same name whoever holds it. Only ``page_head`` keeps the heads of a page apart in memory. Named
-and meant as in SGLang 0.5.23 (``should_split_heads``, ``get_split_heads_page_buffer_meta``).
+With ``tp_lcm_size``, a common multiple of the tp sizes that share L3, a page is stored by slices of
+heads; see ``layers.head_slices``. Only ``page_head`` keeps the heads of a page apart in memory. Named and
+meant as in SGLang 0.5.23 (``should_split_heads``, ``get_split_heads_page_buffer_meta``).
 """
 
 from __future__ import annotations
@@ -15,12 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hicache_storage.buffers import Page
 from hicache_storage.engine.layouts import find_layout
 from hicache_storage.engine.ranks import Place
 from hicache_storage.engine.shape import KVShape
 from hicache_storage.errors import SettingsError
+from hicache_storage.layers.head_slices import HeadSlicesLayer
 from hicache_storage.namespace import Namespace
+from hicache_storage.storage import HiCacheStorage
 
 _ALONE = Place()
 
@@ -89,19 +88,11 @@ class Shard:
         count = self.tp_lcm_size // self.place.tp_size
         return range(count * self.place.tp_rank, count * (self.place.tp_rank + 1))
 
-    @property
-    def suffixes(self) -> list[str]:
-        """What follows the page hash in the name of each object that the rank's page consists of."""
-        return [f".heads{index}of{self.tp_lcm_size}" for index in self.slices] or [""]
-
-    def cut(self, page: Page) -> list[Page]:
-        """The memory of each object, in the order of ``suffixes``, of a page in a layout that allows it."""
-        count = max(1, len(self.slices))
-        sizes = [buffer.nbytes // count for buffer in page]
-        return [
-            [buffer.slice(index * size, size) for buffer, size in zip(page, sizes, strict=True)]
-            for index in range(count)
-        ]
+    def sliced(self, storage: HiCacheStorage) -> HiCacheStorage:
+        """``storage`` for whole pages of this rank, kept by slices of heads where these are split."""
+        if not self.slices:
+            return storage
+        return HeadSlicesLayer(storage, self.slices, self.tp_lcm_size or 1)
 
     def namespace(self, page_size: int, mem_layout: str, **identity: Any) -> Namespace:
         """The identity of the rank's pages; ``identity`` adds fields such as ``model=``.

@@ -29,6 +29,7 @@ from hicache_storage.engine.shard import Shard
 from hicache_storage.engine.transfer import open_transfer
 from hicache_storage.errors import SettingsError
 from hicache_storage.hybrid import HitPolicy, PoolPresence, restorable_prefixes
+from hicache_storage.storage import HiCacheStorage
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +117,9 @@ class SidePools:
         """The memory of L2, to be registered with the storage."""
         return [opened.l2.buffer for opened in self._opened]
 
-    @property
-    def parts(self) -> list[Part]:
-        """What these pools have of a page in L3."""
-        return [opened.part for opened in self._opened]
+    def parts(self, storage: HiCacheStorage) -> list[Part]:
+        """What these pools have of a page in ``storage``."""
+        return [opened.part(storage) for opened in self._opened]
 
     def restorable(self, parts: Sequence[Parts]) -> tuple[int, ...]:
         """The lengths, ascending, of the prefixes that KV and all pools can restore, of pages that have
@@ -197,17 +197,17 @@ class _Opened:
         self.bit = bit
         self.pool = pool
         self.l1 = DevicePool(shard.shape, tokens, slots[0], device)
-        self.l2 = l2 = HostPool(
+        self.l2 = HostPool(
             shard.shape, tokens, slots[1], layout, device, options.hugepages, prefault=options.prefault
         )
-        self.transfer = open_transfer(options.io_backend, self.l1, l2)
+        self.transfer = open_transfer(options.io_backend, self.l1, self.l2)
         self.oracle = Oracle(shard, tokens, device, salt=pool.name)
-        name = f".{pool.name}.{shard.namespace(tokens, layout.name).digest[:12]}"
-        self.part = Part(
-            [name + suffix for suffix in shard.suffixes],
-            lambda slot: shard.cut(l2.page(slot)),
-            is_written=shard.is_writer,
-        )
+        self._shard = shard
+        self._suffix = f".{pool.name}.{shard.namespace(tokens, layout.name).digest[:12]}"
+
+    def part(self, storage: HiCacheStorage) -> Part:
+        """What this pool has of a page in ``storage``."""
+        return Part(self._shard.sliced(storage), self._suffix, self.l2.page, self._shard.is_writer)
 
     def only_in(self, tier: Tier, path: Iterable[Node]) -> list[Node]:
         """Nodes in both tiers that have this pool's part in ``tier`` alone."""

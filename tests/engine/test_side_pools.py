@@ -240,7 +240,7 @@ def test_a_state_that_one_rank_lost_shortens_the_prefix_of_all(open_team, storag
     team.forget()
     assert team.prefill(prompt(10)) == [["L3"] * 10] * 2
     team.forget()
-    suffix = team.engines[loser]._tiers.sides.parts[0].suffixes[0]
+    suffix = team.engines[loser]._tiers.sides.parts(storage)[0].suffix
     del team.storages[loser].pages[page_hashes(prompt(10), PAGE)[9] + suffix]
     assert team.prefill(prompt(10)) == [["L3"] * 6 + ["recomputed"] * 4] * 2
 
