@@ -25,6 +25,13 @@ Finding: TypeAlias = tuple[str, bool, str]
 
 ENOUGH_DESCRIPTORS = 4096
 
+_OPTIONAL = {
+    "torch": "the engine",
+    "transformers": "time to first token in bench tiers",
+    "triton": "io_backend kernel on a CUDA device",
+    "sglang": "sglang:<name> backends",
+}
+
 
 def doctor() -> None:
     """Check this machine: versions, limits, plugins. Exit status 1 when something is wrong."""
@@ -40,7 +47,7 @@ def doctor() -> None:
 def _versions() -> Iterator[Finding]:
     yield "python", True, platform.python_version()
     yield "hicache-storage", True, __version__
-    for name, needed_by in (("torch", "the engine"), ("sglang", "sglang:<name> backends")):
+    for name, needed_by in _OPTIONAL.items():
         try:
             yield name, True, version(name)
         except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The reference tier engine: HiCache's three tiers without a model. Needs torch (``[engine]``)."""
+"""The reference tier engine: HiCache's three tiers in a form that can be read. Needs torch (``[engine]``)."""
 
 from hicache_storage.engine.compute import Compute, Work
 from hicache_storage.engine.decode import DecodeEngine, DecodeStats, Decoding
