@@ -42,8 +42,8 @@ def create(settings: NixlSettings) -> Agent:
 
     Raises SettingsError when the plugin does not initialise, with NIXL's reason or the missing library.
     """
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # read once, when it is imported
     module = library.load()
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     bindings = module.nixlBind
     api = module.nixl_agent(
         f"hicache-{uuid.uuid4().hex}",
