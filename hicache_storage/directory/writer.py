@@ -92,9 +92,10 @@ class Writer:
             while todo:
                 granted = self._reserve([objects[i] for i in todo])
                 if granted:
-                    now, todo = todo[:granted], todo[granted:]
+                    now = todo[:granted]
                     for i, outcome in zip(now, fill(now), strict=True):
                         outcomes[i] = outcome
+                    todo = todo[granted:]
                     self._settle()
                 elif not self._wait_for_room([objects[i] for i in todo], ends_at):
                     raise CapacityError("the store is full and eviction made no room in time")

@@ -2,21 +2,20 @@
 
 An object is moved in one piece, out of memory of our own: NIXL puts every descriptor of a list as
 an object by itself. NIXL reports an object that is too short as read, with what was in memory before
-as its tail, and tells nobody how large an object is. So every object is framed: the same mark, made
-of its key and size, stands before and behind its content. Both are wiped from memory before a read,
-and only the whole object of this key brings them back. That holds with the integrity layer and
-without; damage between the marks is what its checksum finds.
+as its tail, and tells nobody how large an object is (1.5.1). So every object is framed: the same
+mark, made of its key and size, stands before and behind its content. Both are wiped from memory
+before a read, and only the whole object of this key brings them back. A few bytes more than that are
+asked for, and must not come. This holds with the integrity layer and without; damage between the
+marks is what its checksum finds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import mmap
+import os
 import struct
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import accumulate
 
 import xxhash
 
@@ -24,24 +23,33 @@ from hicache_storage import (
     Buffer,
     Capabilities,
     CorruptError,
+    DeadlineError,
     Page,
     Status,
     StorageError,
     UnavailableError,
     page_nbytes,
 )
+from hicache_storage.batch_pool import BatchPool, Lease
 from hicache_storage.buffers import copy
+from hicache_storage.directory.bounded import in_time
 from hicache_storage_nixl.agent import Agent
 from hicache_storage_nixl.settings import NixlSettings
+from hicache_storage_nixl.slots import SlotMemory
+from hicache_storage_nixl.streams import Slots, Streams, live
 from hicache_storage_nixl.transfers import Move, Transfers
 
 logger = logging.getLogger(__name__)
 
-PIECE_NBYTES = 16 << 20
-"""Memory of one call in progress. Batches are cut to fit, unless one page alone is larger."""
+MAX_OBJECTS = 64
+"""Objects in flight in one stream; the store's own threads take them one by one."""
 
 _MARK = struct.Struct("<8sQ16s")
 MARK_NBYTES = _MARK.size
+FRAME_NBYTES = 2 * MARK_NBYTES
+
+_BEYOND = os.urandom(16)
+"""Stands in memory behind an object that is read; an object that is longer overwrites it."""
 
 
 def mark(key: str, nbytes: int) -> bytes:
@@ -50,168 +58,205 @@ def mark(key: str, nbytes: int) -> bytes:
 
 
 class Objects:
-    """Thread-safe. Calls take as long as the store takes."""
+    """Thread-safe. Calls end by their deadline."""
 
     # no delete: NIXL has none, and by contract such a backend overwrites
-    capabilities = Capabilities(persistent=True, shared=True)
+    capabilities = Capabilities(bounded=True, persistent=True, shared=True)
 
     def __init__(self, settings: NixlSettings, agent: Agent, transfers: Transfers) -> None:
         self._prefix = settings.prefix
         self._agent = agent
         self._transfers = transfers
-        self._memory = _Memory(transfers)
+        self._memory = SlotMemory(transfers)
+        # exists, which asks one key at a time inside NIXL, and what a failed read asks
+        self._lookups = BatchPool(4, "hicache-nixl-lookup")
+        self._readers = Streams("hicache-nixl-read", settings.threads, self._memory)
+        self._writers = Streams("hicache-nixl-write", settings.threads, self._memory)
+        self._beyond = True
 
     def get(self, key: str) -> bytearray | None:
-        with self._memory.pieces([MARK_NBYTES]) as (head,):
-            if self._read([key], [head]) != [Status.OK]:
-                if self.batch_exists([key])[0]:
-                    raise UnavailableError(f"{key} cannot be read")
-                return None
-            _, nbytes, _ = _MARK.unpack(head.view)
-            if head.view != mark(key, nbytes):
-                raise CorruptError(f"what is stored under {key} is no page")
-        value = bytearray(nbytes)
-        status = self.batch_get_into([key], [(Buffer.of(value),)])[0]
+        head = in_time(self._lookups, lambda: self._head(key))
+        if head is None:
+            return None
+        _, nbytes, _ = _MARK.unpack(head)
+        status = Status.CORRUPT
+        if head == mark(key, nbytes):
+            value = bytearray(nbytes)
+            status = self.batch_get_into([key], [(Buffer.of(value),)])[0]
         if status is Status.CORRUPT:
-            raise CorruptError(f"the object under {key} is not whole")
+            raise CorruptError(f"the object under {key} is not whole, or no page")
+        if status is Status.TIMED_OUT:
+            raise DeadlineError(f"{key} was not read in time")
+        if status is Status.FAILED:
+            raise UnavailableError(f"{key} cannot be read")
         return value if status else None
 
     def set(self, key: str, value: memoryview) -> None:
-        content = memoryview(value).cast("B")
-        with self._memory.pieces([content.nbytes + 2 * MARK_NBYTES]) as (piece,):
-            _content(piece).view[:] = content
-            if not self._write([key], [piece])[0]:
-                raise UnavailableError(f"the store does not take {key}")
+        status = self.batch_set_from([key], [(Buffer.of(bytearray(value)),)])[0]
+        if status is Status.TIMED_OUT:
+            raise DeadlineError(f"{key} was not written in time")
+        if not status:
+            raise UnavailableError(f"the store does not take {key}")
 
     def batch_exists(self, keys: Sequence[str]) -> list[bool]:
-        """Raises UnavailableError when the store does not say."""
-        asked = [(0, 0, self._transfers.new_number(), self._prefix + key) for key in keys]
+        """Raises UnavailableError when the store does not say, DeadlineError."""
+        return in_time(self._lookups, lambda: self._present(keys))
+
+    def batch_get_into(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
+        sizes = [page_nbytes(page) for page in pages]
+        statuses = [Status.TIMED_OUT] * len(keys)
+        todo = iter(range(len(keys)))
+
+        def stream(lease: Lease, slots: Slots) -> None:
+            assert slots is not None
+            failed = self._read(live(todo, lease), keys, pages, statuses, lease, slots, beyond=self._beyond)
+            present = self._explain(failed, keys, statuses)
+            # once more, and no further than the object goes: a store may refuse what is beyond
+            left = self._read(live(iter(present), lease), keys, pages, statuses, lease, slots, beyond=False)
+            if len(left) < len(present):
+                self._beyond = False
+            for i in left:
+                statuses[i] = Status.FAILED
+
+        framed = [size + FRAME_NBYTES + len(_BEYOND) for size in sizes]
+        in_time = self._readers.run(framed, MAX_OBJECTS, stream, direct=False)
+        return _settled(statuses, in_time)
+
+    def batch_set_from(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
+        sizes = [page_nbytes(page) for page in pages]
+        statuses = [Status.TIMED_OUT] * len(keys)
+        todo = iter(range(len(keys)))
+
+        def stream(lease: Lease, slots: Slots) -> None:
+            assert slots is not None
+            used: dict[int, Buffer] = {}
+
+            def start(i: int, _: bool) -> Move | None:
+                piece = slots[-1].slice(0, sizes[i] + FRAME_NBYTES)
+                try:
+                    with lease.held():
+                        copy(pages[i], [piece.slice(MARK_NBYTES, sizes[i])])
+                except DeadlineError:
+                    return None
+                piece.view[:MARK_NBYTES] = piece.view[-MARK_NBYTES:] = mark(keys[i], sizes[i])
+                used[i] = slots.pop()
+                return Move([piece], self._target(keys[i]))
+
+            def landed(i: int, error: StorageError | None) -> None:
+                slots.append(used.pop(i))
+                statuses[i] = Status.OK if error is None else Status.FAILED
+
+            self._transfers.stream("WRITE", live(todo, lease), len(slots), start, landed)
+
+        framed = [size + FRAME_NBYTES for size in sizes]
+        in_time = self._writers.run(framed, MAX_OBJECTS, stream, direct=False)
+        return _settled(statuses, in_time)
+
+    def describe(self) -> dict[str, str]:
+        told = self._agent.told
+        shown = ("bucket", "container_name", "endpoint_override", "account_url", "region")
+        return {name: told[name] for name in shown if name in told} | {"prefix": self._prefix}
+
+    def close(self) -> None:
+        for pool in (self._lookups, self._readers, self._writers):
+            pool.close()
+        self._memory.close()
+
+    def _read(
+        self,
+        todo: Iterator[int],
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        statuses: list[Status],
+        lease: Lease,
+        slots: list[Buffer],
+        beyond: bool,
+    ) -> list[int]:
+        """Read objects into their pages; returns the numbers of those that NIXL did not bring."""
+        failed: list[int] = []
+        used: dict[int, Buffer] = {}
+
+        def start(i: int, _: bool) -> Move | None:
+            used[i] = slot = slots.pop()
+            nbytes = page_nbytes(pages[i]) + FRAME_NBYTES
+            _wipe(slot.slice(0, nbytes))
+            slot.slice(nbytes, len(_BEYOND)).view[:] = _BEYOND
+            return Move([slot.slice(0, nbytes + len(_BEYOND) * beyond)], self._target(keys[i]))
+
+        def landed(i: int, error: StorageError | None) -> None:
+            slot = used.pop(i)
+            if error is None:
+                with contextlib.suppress(DeadlineError), lease.held():
+                    statuses[i] = _unframed(keys[i], slot, pages[i])
+            else:
+                failed.append(i)
+            slots.append(slot)
+
+        self._transfers.stream("READ", todo, len(slots), start, landed)
+        return failed
+
+    def _explain(self, failed: Sequence[int], keys: Sequence[str], statuses: list[Status]) -> list[int]:
+        """NIXL does not say why a read failed: settle what is missing, return what is there."""
+        try:
+            there = self._present([keys[i] for i in failed])
+        except StorageError as error:
+            logger.warning("%d objects are not read: %s", len(failed), error)
+            for i in failed:
+                statuses[i] = Status.FAILED
+            return []
+        for i, found in zip(failed, there, strict=True):
+            if not found:
+                statuses[i] = Status.MISSING
+        return [i for i, found in zip(failed, there, strict=True) if found]
+
+    def _present(self, keys: Sequence[str]) -> list[bool]:
+        if not keys:
+            return []
+        asked = [(0, 0, *self._target(key)) for key in keys]
         try:
             found = self._agent.api.query_memory(asked, self._agent.nixl_name, mem_type=self._agent.kind)
         except self._agent.refusals as error:
             raise UnavailableError(f"the store cannot be asked: {error}") from error
         return [facts is not None for facts in found]
 
-    def batch_get_into(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
-        statuses: list[Status] = []
-        for part in _cut(pages):
-            with self._memory.pieces(_framed(pages[part])) as pieces:
-                for key, page, piece, status in zip(
-                    keys[part], pages[part], pieces, self._read(keys[part], pieces), strict=True
-                ):
-                    frame = mark(key, page_nbytes(page))
-                    whole = piece.view[:MARK_NBYTES] == frame == piece.view[-MARK_NBYTES:]
-                    if status and whole:
-                        copy((_content(piece),), page)
-                    statuses.append(Status.CORRUPT if status and not whole else status)
-        return statuses
+    def _head(self, key: str) -> bytes | None:
+        """The mark that an object begins with; None when there is no object."""
+        errors: list[StorageError | None] = []
+        with self._memory.slots(MARK_NBYTES, 1) as (slot,):
+            _wipe(slot)
+            move = Move([slot], self._target(key))
+            self._transfers.stream(
+                "READ", iter([0]), 1, lambda *_: move, lambda _, error: errors.append(error)
+            )
+            if errors[0] is None:
+                return bytes(slot.view)
+        if self._present([key])[0]:
+            raise errors[0]
+        return None
 
-    def batch_set_from(self, keys: Sequence[str], pages: Sequence[Page]) -> list[Status]:
-        statuses: list[Status] = []
-        for part in _cut(pages):
-            with self._memory.pieces(_framed(pages[part])) as pieces:
-                for page, piece in zip(pages[part], pieces, strict=True):
-                    copy(page, (_content(piece),))
-                written = self._write(keys[part], pieces)
-            statuses += [Status.OK if done else Status.FAILED for done in written]
-        return statuses
-
-    def describe(self) -> dict[str, str]:
-        told = self._agent.told
-        return {
-            name: told[name]
-            for name in ("bucket", "container_name", "endpoint_override", "account_url", "region")
-            if name in told
-        } | {"prefix": self._prefix}
-
-    def close(self) -> None:
-        self._memory.close()
-
-    def _read(self, keys: Sequence[str], pieces: Sequence[Buffer]) -> list[Status]:
-        for piece in pieces:
-            piece.view[:MARK_NBYTES] = bytes(MARK_NBYTES)
-            piece.view[-MARK_NBYTES:] = bytes(MARK_NBYTES)
-        arrived = self._transfers.run("READ", self._moves(keys, pieces))
-        absent = [key for key, there in zip(keys, arrived, strict=True) if not there]
-        missing: set[str] = set()
-        if absent:  # NIXL does not say why: is it not there, or is the store at fault?
-            try:
-                there = self.batch_exists(absent)
-                missing = {key for key, found in zip(absent, there, strict=True) if not found}
-            except StorageError as error:
-                logger.warning("%d objects are not read: %s", len(absent), error)
-        return [
-            Status.OK if there else Status.MISSING if key in missing else Status.FAILED
-            for key, there in zip(keys, arrived, strict=True)
-        ]
-
-    def _write(self, keys: Sequence[str], pieces: Sequence[Buffer]) -> list[bool]:
-        for key, piece in zip(keys, pieces, strict=True):
-            frame = mark(key, piece.nbytes - 2 * MARK_NBYTES)
-            piece.view[:MARK_NBYTES] = frame
-            piece.view[-MARK_NBYTES:] = frame
-        return self._transfers.run("WRITE", self._moves(keys, pieces))
-
-    def _moves(self, keys: Sequence[str], pieces: Sequence[Buffer]) -> list[Move]:
-        return [
-            Move((piece,), piece.nbytes, (self._transfers.new_number(), self._prefix + key))
-            for key, piece in zip(keys, pieces, strict=True)
-        ]
+    def _target(self, key: str) -> tuple[int, str]:
+        return self._transfers.new_number(), self._prefix + key
 
 
-class _Memory:
-    """Registered memory, taken for the time of a call; as much as calls at a time need."""
-
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
-        self._lock = threading.Lock()
-        self._free: list[Buffer] = []
-
-    @contextmanager
-    def pieces(self, sizes: Sequence[int]) -> Iterator[list[Buffer]]:
-        """One buffer a size, one behind the other."""
-        offsets = [0, *accumulate(sizes)]
-        whole = self._take(max(offsets[-1], PIECE_NBYTES))
-        try:
-            yield [whole.slice(offset, size) for offset, size in zip(offsets, sizes, strict=False)]
-        finally:
-            with self._lock:
-                self._free.append(whole)
-
-    def close(self) -> None:
-        with self._lock:
-            free, self._free = self._free, []
-        for whole in free:
-            self._transfers.unregister(whole)
-
-    def _take(self, nbytes: int) -> Buffer:
-        with self._lock:
-            for i, whole in enumerate(self._free):
-                if whole.nbytes >= nbytes:
-                    return self._free.pop(i)
-            smaller = self._free.pop() if self._free else None
-        if smaller is not None:
-            self._transfers.unregister(smaller)
-        whole = Buffer.of(mmap.mmap(-1, nbytes))
-        self._transfers.register(whole)
-        return whole
+def _wipe(piece: Buffer) -> None:
+    piece.view[:MARK_NBYTES] = piece.view[-MARK_NBYTES:] = bytes(MARK_NBYTES)
 
 
-def _content(piece: Buffer) -> Buffer:
-    return piece.slice(MARK_NBYTES, piece.nbytes - 2 * MARK_NBYTES)
+def _unframed(key: str, slot: Buffer, page: Page) -> Status:
+    """Copy what is between the marks to the page, if it is whole and nothing is behind it."""
+    nbytes = page_nbytes(page)
+    frame = mark(key, nbytes)
+    ends = nbytes + FRAME_NBYTES
+    stored = slot.slice(0, ends + len(_BEYOND)).view
+    if stored[:MARK_NBYTES] != frame or stored[MARK_NBYTES + nbytes : ends] != frame:
+        return Status.CORRUPT
+    if stored[ends:] != _BEYOND:
+        return Status.CORRUPT
+    copy([slot.slice(MARK_NBYTES, nbytes)], page)
+    return Status.OK
 
 
-def _framed(pages: Sequence[Page]) -> list[int]:
-    return [page_nbytes(page) + 2 * MARK_NBYTES for page in pages]
-
-
-def _cut(pages: Sequence[Page]) -> Iterator[slice]:
-    """Parts of a batch that fit into PIECE_NBYTES."""
-    start, nbytes = 0, 0
-    for i, size in enumerate(_framed(pages)):
-        if i > start and nbytes + size > PIECE_NBYTES:
-            yield slice(start, i)
-            start, nbytes = i, 0
-        nbytes += size
-    if start < len(pages):
-        yield slice(start, len(pages))
+def _settled(statuses: list[Status], in_time: bool) -> list[Status]:
+    """What to answer: a stream that is late goes on changing its own list."""
+    late = Status.TIMED_OUT if not in_time else Status.FAILED
+    return [late if status is Status.TIMED_OUT else status for status in statuses]

@@ -40,6 +40,12 @@ class NixlSettings(RoomSettings):
         description="auto: O_DIRECT for pages that are aligned, where the disk can; on: refused where it "
         "cannot; off: through the page cache",
     )
+    threads: int = Field(
+        default_factory=lambda: min(4, max(2, os.cpu_count() or 1)),
+        ge=1,
+        le=64,
+        description="Streams that read pages, and as many that write; each has 32 MiB in flight",
+    )
     use_direct_io: bool | None = Field(None, description="SGLang's word for direct_io")
     l3_cleaner_enabled: bool | None = Field(None, description="SGLang's; of no effect, see capacity")
     l3_cleaner_high_watermark: float | None = Field(None, description="SGLang's; of no effect")
