@@ -77,7 +77,7 @@ class Files:
             undo.pop_all()
         self._directory = directory
         self._access = Access(directory, transfers, direct, max(1, min(MAX_FILES, soft // 16)))
-        self._memory = SlotMemory(transfers)
+        self._memory = SlotMemory(transfers, settings.in_flight // settings.threads)
         self._readers = Streams("hicache-nixl-read", settings.threads, self._memory)
         self._writers = Streams("hicache-nixl-write", settings.threads, self._memory)
 

@@ -25,6 +25,7 @@ from hicache_storage import (
     CorruptError,
     DeadlineError,
     Page,
+    SettingsError,
     Status,
     StorageError,
     UnavailableError,
@@ -33,6 +34,7 @@ from hicache_storage import (
 from hicache_storage.batch_pool import BatchPool, Lease
 from hicache_storage.buffers import copy
 from hicache_storage.directory.bounded import in_time
+from hicache_storage.directory.settings import RoomSettings
 from hicache_storage_nixl.agent import Agent
 from hicache_storage_nixl.settings import NixlSettings
 from hicache_storage_nixl.slots import SlotMemory
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 MAX_OBJECTS = 64
 """Objects in flight in one stream; the store's own threads take them one by one."""
+
+FILES_ONLY = {"root", "direct_io", *RoomSettings.model_fields}
 
 _MARK = struct.Struct("<8sQ16s")
 MARK_NBYTES = _MARK.size
@@ -64,10 +68,15 @@ class Objects:
     capabilities = Capabilities(bounded=True, persistent=True, shared=True)
 
     def __init__(self, settings: NixlSettings, agent: Agent, transfers: Transfers) -> None:
+        """Raises SettingsError for settings that only a directory of files can honour."""
+        if unfit := sorted(settings.model_fields_set & FILES_ONLY):
+            raise SettingsError(
+                f"{unfit[0]}: for plugins that move files; a bucket is bounded by its own lifecycle rules"
+            )
         self._prefix = settings.prefix
         self._agent = agent
         self._transfers = transfers
-        self._memory = SlotMemory(transfers)
+        self._memory = SlotMemory(transfers, settings.in_flight // settings.threads)
         # exists, which asks one key at a time inside NIXL, and what a failed read asks
         self._lookups = BatchPool(4, "hicache-nixl-lookup")
         self._readers = Streams("hicache-nixl-read", settings.threads, self._memory)

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import ByteSize, Field, model_validator
 
 from hicache_storage.directory.settings import DirectIO, RoomSettings
 from hicache_storage_nixl.plugins import ALIASES, PLUGINS
 
 logger = logging.getLogger(__name__)
+
+OBJECT_PLUGINS = {name for name, plugin in PLUGINS.items() if plugin.kind == "OBJ"}
 
 STORAGE_DIR = "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"
 
@@ -44,7 +46,12 @@ class NixlSettings(RoomSettings):
         default_factory=lambda: min(4, max(2, os.cpu_count() or 1)),
         ge=1,
         le=64,
-        description="Streams that read pages, and as many that write; each has 32 MiB in flight",
+        description="Streams that read pages, and as many that write",
+    )
+    in_flight: ByteSize = Field(
+        ByteSize(256 << 20),
+        ge=1 << 20,
+        description="Bytes of one batch in flight at a time; as much memory is used for each direction",
     )
     use_direct_io: bool | None = Field(None, description="SGLang's word for direct_io")
     l3_cleaner_enabled: bool | None = Field(None, description="SGLang's; of no effect, see capacity")
@@ -61,7 +68,11 @@ class NixlSettings(RoomSettings):
             table.update(_active(table["plugin"]))
         if table.get("use_direct_io") is not None:
             table.setdefault("direct_io", "auto" if table["use_direct_io"] else "off")
-        if table.get("root") is None and STORAGE_DIR in os.environ:
+        if (
+            "root" not in table
+            and str(table.get("plugin")) not in OBJECT_PLUGINS
+            and STORAGE_DIR in os.environ
+        ):
             table["root"] = os.environ[STORAGE_DIR]
             if "," in table["root"]:
                 raise ValueError(

@@ -15,15 +15,14 @@ from hicache_storage import Buffer
 from hicache_storage.directory.direct import ALIGNMENT
 from hicache_storage_nixl.transfers import Transfers
 
-STREAM_NBYTES = 32 << 20
-"""Memory of one stream; a page that is larger gets as much as it needs."""
-
 
 class SlotMemory:
     """As much memory as streams need at a time, kept and registered until ``close``. Thread-safe."""
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: Transfers, stream_nbytes: int) -> None:
+        """``stream_nbytes``: what a stream gets, unless one page alone needs more."""
         self._transfers = transfers
+        self._stream_nbytes = stream_nbytes
         self._lock = threading.Lock()
         self._free: list[Buffer] = []
 
@@ -34,7 +33,7 @@ class SlotMemory:
         Raises UnavailableError.
         """
         size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
-        whole = self._take(max(size, STREAM_NBYTES))
+        whole = self._take(max(size, self._stream_nbytes))
         count = max(1, min(at_most, whole.nbytes // size))
         try:
             yield [whole.slice(i * size, nbytes) for i in range(count)]
@@ -57,6 +56,8 @@ class SlotMemory:
             smaller = self._free.pop() if self._free else None
         if smaller is not None:
             self._transfers.unregister(smaller)
-        whole = Buffer.of(mmap.mmap(-1, nbytes))
+        memory = mmap.mmap(-1, nbytes)
+        memory.madvise(mmap.MADV_HUGEPAGE)  # the kernel finds its way through 4 MiB in two steps
+        whole = Buffer.of(memory)
         self._transfers.register(whole)
         return whole
