@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hicache_storage import SettingsError, open_storage
-from hicache_storage.engine import COPIED_BY, KVShape, Source, TierEngine
+from hicache_storage.engine import COPIED_BY, DecodeEngine, KVShape, Source, TierEngine
 from hicache_storage.engine.model import ModelCompute, random_llama
 
 PAGE = 16
@@ -46,6 +46,19 @@ class Deployment:
             ) as engine,
         ):
             yield engine, compute
+
+    @contextlib.contextmanager
+    def decode_engine(self):
+        """An engine that decodes with the same model."""
+        compute = ModelCompute(self.model, self.shape, PAGE)
+        namespace = self.shape.namespace(PAGE, self._options["mem_layout"], model="random")
+        with (
+            open_storage("file", self._settings, namespace) as storage,
+            DecodeEngine(
+                self.shape, PAGE, l1_tokens=16 * PAGE, storage=storage, compute=compute, **self._options
+            ) as engine,
+        ):
+            yield engine
 
     def from_scratch(self, tokens):
         """Logits of ``tokens``, none of which any tier has."""
@@ -168,3 +181,23 @@ def test_chunks_are_whole_pages():
     model = random_llama(KVShape.parse(SHAPES[0]), device="meta", vocab=8)
     with pytest.raises(SettingsError, match="a chunk of 24 tokens is no whole number of pages of 16"):
         ModelCompute(model, KVShape.parse(SHAPES[0]), 16, chunk_tokens=24)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_of_the_next_turn_are_the_same_bits_on_pages_that_a_decode_engine_generated(tmp_path, shape):
+    answer = [token * 7 % VOCAB for token in range(3 * PAGE)]
+    question = PROMPT[::-1][: PAGE + 3]
+    expected = Deployment(tmp_path / "scratch", shape).from_scratch(PROMPT + answer + question)
+    deployment = Deployment(tmp_path / "shared", shape)
+    deployment.from_scratch(PROMPT)
+    with deployment.decode_engine() as decode:
+        request = decode.begin(PROMPT)
+        for token in answer:
+            decode.generate(request, token)
+        assert decode.finish(request) == 0  # every page has gone by itself
+        assert decode.wait_for_backup(30)
+        assert decode.stats.backed_up == 3
+    with deployment.engine() as (engine, compute):
+        report = engine.prefill(PROMPT + answer + question)
+        assert report.pages(Source.L3) == 9
+        assert torch.equal(compute.logits, expected)
