@@ -1,5 +1,6 @@
 """What the documents show is what there is: code is quoted in full, commands run, tables are current."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -38,6 +39,14 @@ def test_the_commands_of_a_document_run_as_printed_one_after_the_other(document,
             env={**os.environ, "PATH": path, "TMPDIR": str(tmp_path)},
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_the_examples_of_the_engine_page_run(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "engine.md").read_text(), re.DOTALL)
+    for number, block in enumerate(blocks):
+        code = block.replace("/nvme/kv", str(tmp_path / str(number)))
+        subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=tmp_path, timeout=120)
 
 
 def test_the_readme_shows_the_example_backend_in_full():
