@@ -109,6 +109,7 @@ class Client:
     def close(self) -> None:
         """End the client; nobody may be inside a call."""
         self.store.close()
+        forked.ended(self.store)
         if self._disk_lock is not None:
             os.close(self._disk_lock)
 
@@ -120,8 +121,8 @@ _lock = threading.Lock()
 def acquire(settings: MooncakeSettings, ranks: tuple[tuple[str, int, int], ...]) -> Client:
     """The client for these settings, made when there is none. Give it back with ``release``.
 
-    Raises UnavailableError when no master answers, before Mooncake is asked, and UnsupportedError in
-    a process that was forked from one with a client.
+    Raises UnavailableError when no master answers, before Mooncake is asked, SettingsError when it does
+    not know the tenant, and UnsupportedError in a process that was forked from one with a client.
     """
     forked.check()
     identity = _identify(settings, ranks)
@@ -132,6 +133,7 @@ def acquire(settings: MooncakeSettings, ranks: tuple[tuple[str, int, int], ...])
             master.wait(CHECK_SERVER_SECONDS if settings.check_server else OPEN_SECONDS)
             if settings.metadata_server != "P2PHANDSHAKE":
                 Master(settings.metadata_server, settings.master_metrics_port).wait(OPEN_SECONDS)
+            _check_tenant(settings.tenant_id, master)
             client = _clients[identity] = Client(identity, master, settings.rpc_seconds)
         client.users += 1
     return client
@@ -168,6 +170,26 @@ def share_nbytes(settings: MooncakeSettings, ranks: tuple[tuple[str, int, int], 
             f"global_segment_size of {settings.global_segment_size} bytes leaves less than 16mb a rank"
         )
     return share
+
+
+def _check_tenant(tenant: str, master: Master) -> None:
+    """A master that keeps no tenants apart takes any name, and lets everybody read everything."""
+    if tenant == DEFAULT_TENANT:
+        return
+    known = master.tenants()
+    if known is None:
+        logger.warning(
+            "tenant_id=%s keeps nothing apart unless the master runs with --enable_multi_tenants=true, and "
+            "it could not be asked (master_metrics_port); the setting tenant does, on any master",
+            tenant,
+        )
+    elif not known:
+        raise SettingsError(
+            f"tenant_id: the master at {master.address} keeps no tenants apart; start it with "
+            "--enable_multi_tenants=true, or use the setting tenant, which works on any master"
+        )
+    elif tenant not in known:
+        raise SettingsError(f"tenant_id: the master knows no {tenant}; it knows {', '.join(known)}")
 
 
 def _identify(settings: MooncakeSettings, ranks: tuple[tuple[str, int, int], ...]) -> Identity:

@@ -38,6 +38,11 @@ def started(store: Any) -> None:
         os.register_at_fork(after_in_child=_leave_alone)
 
 
+def ended(store: Any) -> None:
+    """Note that ``store`` is closed; whoever drops it last ends its threads."""
+    _stores.remove(store)
+
+
 def _leave_alone() -> None:
     """Destroy no store here, and end this process without what C registered to run at its end.
 

@@ -7,13 +7,18 @@ after the master was killed takes 4.3 s, and ``health_check`` says fine half a m
 
 from __future__ import annotations
 
+import json
 import socket
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from hicache_storage import SettingsError, UnavailableError, time_left
+
+NO_TENANTS = 409
+"""What the master answers about tenants when it keeps none apart."""
 
 PROBE_SECONDS = 0.3
 """Longest wait for an answer of a master that is already under suspicion."""
@@ -99,17 +104,30 @@ class Master:
         """Note whether a call of Mooncake's client found the master silent."""
         self._silent = silent
 
+    def tenants(self, seconds: float = 1.0) -> list[str] | None:
+        """The tenants that the master keeps apart; None when it cannot be asked, empty when it keeps none."""
+        try:
+            found = json.loads(self._http("/api/v1/tenant_quotas", seconds))
+            return [str(tenant["tenant_id"]) for tenant in found["data"]]
+        except urllib.error.HTTPError as error:
+            return [] if error.code == NO_TENANTS else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
     def counters(self, seconds: float = 0.3) -> dict[str, int]:
         """What the master counts (see METRICS), as far as it can be reached in time."""
-        if self._elected:  # which of the masters leads is in etcd, in a form of Mooncake's own
-            return {}
-        host = self._servers[0][0]
         try:
-            text = read_http(f"http://{host}:{self._metrics_port}/metrics", seconds)
+            text = self._http("/metrics", seconds)
         except OSError:
             return {}
         values = parse_metrics(text.splitlines())
         return {fact: int(values[name]) for fact, name in METRICS.items() if name in values}
+
+    def _http(self, path: str, seconds: float) -> str:
+        """Raises OSError, also where masters are elected: who leads is in etcd, in a form of its own."""
+        if self._elected:
+            raise OSError("the leader is not known")
+        return read_http(f"http://{self._servers[0][0]}:{self._metrics_port}{path}", seconds)
 
 
 def read_http(url: str, seconds: float) -> str:

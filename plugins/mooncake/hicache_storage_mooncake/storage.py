@@ -27,7 +27,7 @@ from hicache_storage_mooncake.client import acquire, release, share_nbytes
 from hicache_storage_mooncake.gate import Gate
 from hicache_storage_mooncake.objects import Objects
 from hicache_storage_mooncake.regions import Regions
-from hicache_storage_mooncake.settings import DEFAULT_TENANT, MooncakeSettings
+from hicache_storage_mooncake.settings import MooncakeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +78,6 @@ class MooncakeStorage(HiCacheStorage):
             lost=settings.lost_seconds,
         )
         self.capabilities = replace(self.capabilities, persistent=self._share == 0)
-        if settings.tenant_id != DEFAULT_TENANT:
-            logger.warning(
-                "tenant_id=%s keeps nothing apart unless the master runs with --enable_multi_tenants=true; "
-                "the setting tenant does, on any master",
-                settings.tenant_id,
-            )
 
     def get(self, key: str) -> memoryview | None:
         with self._gate.entered():
