@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.wheel
-
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(os.environ.get("SGLANG_PYTHON", ROOT / ".venv-sglang-0.5.23" / "bin" / "python"))
 """The interpreter with SGLang, ours and Mooncake's wheel; tests_sglang/setup_env.sh makes it."""
+
+pytestmark = [
+    pytest.mark.wheel,
+    pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang: make test-sglang SGLANG=0.5.23 sets it up"),
+]
 
 
 @pytest.fixture(scope="module")
 def sglang(shared_cluster):
     """Run Python in SGLang's environment, with the cluster's settings as ``--set`` or ``K=V`` arguments."""
-    if not PYTHON.exists():
-        pytest.skip("SGLang's environment is not there: sh tests_sglang/setup_env.sh 0.5.23")
     paths = [ROOT, ROOT / "plugins" / "mooncake", ROOT / "tests_sglang"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     settings = [f"{key}={value}" for key, value in shared_cluster.table().items()]
