@@ -94,7 +94,11 @@ class Tiers:
         """Begin to copy to L1 what only L2 has of a part of a pinned path, which stays pinned meanwhile."""
         nodes = [node for node in path if node.slots[Tier.L1] is None]
         slots = self.l1_slots(len(nodes))
-        loading = self.transfer.load([node.slot(Tier.L2) for node in nodes], slots)
+        try:
+            loading = self.transfer.load([node.slot(Tier.L2) for node in nodes], slots)
+        except BaseException:
+            self.l1.free(slots)
+            raise
         return Load(nodes, slots, loading)
 
     def end_loads(self, loads: list[Load]) -> list[float]:

@@ -34,7 +34,8 @@ class Transfer(Protocol):
     def load(self, l2_slots: Sequence[int], l1_slots: Sequence[int]) -> Loading:
         """L2 -> L1, begun. Neither tier's slots may be given away before the end of it.
 
-        What is enqueued already may go on reading the L1 slots: the copies come after it.
+        What is enqueued already may go on reading the L1 slots: the copies come after it. When it
+        raises, nothing is under way.
         """
 
     def store(self, l1_slots: Sequence[int], l2_slots: Sequence[int]) -> float:
@@ -96,7 +97,11 @@ class CudaTransfer:
         # the slots may still be read, or written, by work on the pages that were there before
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            return CudaLoading(steps, stream)
+            try:
+                return CudaLoading(steps, stream)
+            except BaseException:
+                stream.synchronize()  # what was enqueued must not write late
+                raise
 
 
 _COPIES: dict[tuple[str, str], Copy] = {

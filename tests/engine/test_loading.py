@@ -168,6 +168,21 @@ def test_a_copy_that_fails_fails_the_request_and_leaves_no_page_behind(engine, g
     assert (report.wrong_bytes, compute.wrong) == (0, [])
 
 
+def test_a_load_that_cannot_begin_fails_the_request_and_leaves_no_page_behind(engine, gate, monkeypatch):
+    gate.open()
+    free = engine._tiers.l1.free_slots
+
+    def refuse(*_):
+        raise OSError("no such device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._tiers.transfer, "load", refuse)
+        with pytest.raises(OSError, match="no such device"):
+            engine.prefill(TOKENS)
+    assert engine._tiers.l1.free_slots == free
+    assert engine.prefill(TOKENS).sources == (Source.L2,) * 6
+
+
 def test_seconds_of_a_report_are_those_of_the_copies(engine, gate):
     gate.open()
     assert engine.prefill(TOKENS).seconds[Source.L2] > 0
