@@ -128,7 +128,11 @@ class Tiers:
         nodes = [node for node in path if node.slots[Tier.L2] is None]
         slots = self.l2_slots(len(nodes))
         nodes = nodes[: len(slots)]
-        self.transfer.store([node.slot(Tier.L1) for node in nodes], slots)
+        try:
+            self.transfer.store([node.slot(Tier.L1) for node in nodes], slots)
+        except BaseException:
+            self.l2.free(slots)
+            raise
         for node, slot in zip(nodes, slots, strict=True):
             self.tree.place(node, Tier.L2, slot)
         self.sides.store(path)

@@ -183,6 +183,20 @@ def test_a_load_that_cannot_begin_fails_the_request_and_leaves_no_page_behind(en
     assert engine.prefill(TOKENS).sources == (Source.L2,) * 6
 
 
+def test_a_store_that_fails_fails_the_request_and_leaves_no_page_behind(engine, monkeypatch):
+    free = engine._tiers.l2.free_slots
+
+    def refuse(*_):
+        raise OSError("no such device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._tiers.transfer, "store", refuse)
+        with pytest.raises(OSError, match="no such device"):
+            engine.prefill(TOKENS)
+    assert engine._tiers.l2.free_slots == free
+    assert engine.prefill(TOKENS).sources == (Source.L1,) * 6
+
+
 def test_seconds_of_a_report_are_those_of_the_copies(engine, gate):
     gate.open()
     assert engine.prefill(TOKENS).seconds[Source.L2] > 0
