@@ -217,3 +217,49 @@ def test_a_storage_that_comes_and_goes_leaves_nothing_behind(storage):
     gc.collect()
     assert gone() is None
     assert len(storage.pages) == 250
+
+
+def test_ranks_detach_and_attach_together(open_team):
+    team = open_team("mha:4x4x8:bf16", tp=2)
+    team.prefill(prompt(5))
+    team.each(lambda engine: engine.wait_for_backup(60))
+    team.each(lambda engine: engine.detach())
+    assert [storage.registered for storage in team.storages] == [[], []]
+    team.each(lambda engine: (engine.flush_l1(), engine.flush_l2()))
+    assert team.hits(prompt(5)) == {0}
+    team.each(lambda engine: engine.attach(team.storages[team.engines.index(engine)]))
+    team.forget()
+    assert team.hits(prompt(5)) == {5}
+
+
+def test_no_rank_detaches_while_another_one_writes(open_team, gate):
+    team = open_team("mha:4x4x8:bf16", tp=2)
+    team.storages[1].before["set"] = gate
+    team.prefill(prompt(5))
+    assert gate.reached.wait(10)
+    assert team.engines[0].wait_for_backup(60)
+    errors = team.errors(lambda engine: engine.detach())
+    assert [type(error) for error in errors] == [BusyError, BusyError]
+    gate.opened.set()
+    team.forget()
+    assert team.hits(prompt(5)) == {5}
+
+
+def test_a_storage_that_one_rank_cannot_attach_is_attached_on_none(open_team, monkeypatch):
+    def refuse(_buffer):
+        raise StorageError("no room for registrations")
+
+    team = open_team("mha:4x4x8:bf16", tp=2)
+    team.each(lambda engine: engine.detach())
+    monkeypatch.setattr(team.storages[1], "register_buffer", refuse)
+
+    def attach(engine):
+        engine.attach(team.storages[team.engines.index(engine)])
+
+    errors = [str(error) for error in team.errors(attach)]
+    assert errors == ["another rank could not attach its storage", "no room for registrations"]
+    assert [storage.registered for storage in team.storages] == [[], []]
+    assert team.hits(prompt(5)) == {0}
+    monkeypatch.undo()
+    team.each(attach)
+    team.forget()
