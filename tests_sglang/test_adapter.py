@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
@@ -114,6 +115,90 @@ def test_another_identity_never_hits(
     first.store(tokens)
     second = real_cache(CacheSpec(**change), "dynamic", ours(root=str(tmp_path)))
     assert second.prefetch(tokens) == 0
+
+
+class MHATokenPages:
+    """A page_head host pool of one page on one of ``tp`` ranks, beside a real one of all heads."""
+
+    layout = "page_head"
+
+    def __init__(self, real: Any, tp: int) -> None:
+        whole = real.kv_buffer[:, :1]
+        self.kv_buffer = torch.zeros_like(whole[:, :, : whole.shape[2] // tp])
+        self.head_num = self.kv_buffer.shape[2]
+        for name in ("page_size", "dtype", "head_dim", "layer_num", "start_layer"):
+            setattr(self, name, getattr(real, name))
+        self.size = self.page_size
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        return self.kv_buffer.flatten() if flat else self.kv_buffer
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.zeros_like(self.kv_buffer).flatten()
+
+
+def on_rank(root: Path, real: Any, rank: int, tp: int) -> tuple[HiCacheBackend, MHATokenPages]:
+    """The adapter as a rank of a deployment of TP ``tp`` loads it, and its one page."""
+    plain = config(ours(root=str(root), negative_ttl=0), "tests/tiny")
+    ranked = dataclasses.replace(plain, tp_rank=rank, tp_size=tp, tp_lcm_size=2)
+    backend, pool = HiCacheBackend(ranked), MHATokenPages(real, tp)
+    backend.register_mem_pool_host(pool)
+    return backend, pool
+
+
+@pytest.mark.parametrize("interface_v1", [0, 1])
+def test_heads_that_are_split_are_found_by_deployments_of_another_tp_size(
+    interface_v1: int, tmp_path: Path, real_cache: Callable[..., RealCache]
+) -> None:
+    spec = CacheSpec(mem_layout="page_head")
+    extra = ours(interface_v1=interface_v1, root=str(tmp_path), tp_lcm_size=2, negative_ttl=0)
+    cache = real_cache(spec, "dynamic", extra)
+    tokens = cache.tokens(PAGES)
+    result = cache.round_trip(tokens)
+    assert result.pages_written == result.pages_prefetched == result.pages_loaded == PAGES
+    assert result.wrong_bytes == 0
+    assert len(objects(tmp_path)) == 2 * PAGES
+    name = objects(tmp_path)[0].name.split(".")[0]
+    real, indices = cache.backend._pools["kv"]._pool, torch.arange(spec.page_size)
+    _, whole = alone = on_rank(tmp_path, real, 0, 1)
+    assert alone[0].batch_get_v1([name], indices) == [True]
+    assert whole.kv_buffer.any()
+    for rank in range(2):
+        backend, part = on_rank(tmp_path, real, rank, 2)
+        assert backend.batch_exists([name]) == 1
+        assert backend.batch_get_v1([name], indices) == [True]
+        heads = whole.kv_buffer[:, :, rank : rank + 1].contiguous()
+        assert torch.equal(part.kv_buffer.view(torch.uint8), heads.view(torch.uint8))
+        assert backend.batch_set_v1(["0" * 64], indices) == [True]
+        assert alone[0].batch_exists(["0" * 64]) == rank  # the page is there with its last slice
+        backend.close()
+    assert alone[0].batch_get_v1(["0" * 64], indices) == [True]
+    alone[0].close()
+
+
+def test_a_page_without_one_slice_of_its_heads_ends_the_prefix(
+    tmp_path: Path, real_cache: Callable[..., RealCache]
+) -> None:
+    cache = real_cache(
+        CacheSpec(mem_layout="page_head"), "dynamic", ours(root=str(tmp_path), tp_lcm_size=2, negative_ttl=0)
+    )
+    tokens = cache.tokens(PAGES)
+    cache.store(tokens[: 2 * cache.spec.page_size])
+    kept = objects(tmp_path)
+    cache.store(tokens[: 3 * cache.spec.page_size])
+    (lost, _) = set(objects(tmp_path)) - set(kept)
+    cache.store(tokens)
+    lost.unlink()
+    cache.forget()
+    assert cache.prefetch(tokens) == 2
+    assert cache.load_back(tokens) == (2, 0)
+
+
+def test_more_slices_than_heads_are_refused(tmp_path: Path, real_cache: Callable[..., RealCache]) -> None:
+    cache = real_cache(CacheSpec(mem_layout="page_head"))
+    attached, message = cache.attach("dynamic", ours(root=str(tmp_path), tp_lcm_size=4))
+    assert not attached
+    assert "tp_lcm_size 4 cuts the 2 KV heads" in message
 
 
 def test_a_damaged_page_ends_the_prefix_and_the_next_backup_heals_it(
@@ -275,11 +360,11 @@ class Pool:
         return torch.zeros(4, dtype=torch.uint8)
 
 
-def config(extra: dict[str, Any]) -> Any:
+def config(extra: dict[str, Any], model: str = "m") -> Any:
     from hicache_storage.namespace import Namespace
     from hicache_storage.sglang.builtin import storage_config
 
-    return storage_config(Namespace(model="m"), extra)
+    return storage_config(Namespace(model=model), extra)
 
 
 def test_every_answer_has_one_bool_a_key_whatever_goes_wrong() -> None:

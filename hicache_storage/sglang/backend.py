@@ -18,20 +18,21 @@ registration raise, which fails the attach cleanly and tells the operator why.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache import hicache_storage as sgl
 
 from hicache_storage.errors import SettingsError, StorageError, UnsupportedError
 from hicache_storage.hybrid import HitPolicy, PoolPresence, leading_run, restorable_prefixes
+from hicache_storage.layers.head_slices import HeadSlicesLayer
 from hicache_storage.layers.layer import find_layer
 from hicache_storage.layers.metrics import MetricsLayer
 from hicache_storage.open import check_settings, open_storage
-from hicache_storage.sglang.identity import is_replicated, pool_namespace
+from hicache_storage.sglang.answers import answers, no_page, no_pool, no_tensor
+from hicache_storage.sglang.identity import head_slices, is_replicated, pool_namespace
 from hicache_storage.sglang.pool_pages import PoolPages, tensor_pages
 from hicache_storage.sglang.report import startup_report
 from hicache_storage.storage import HiCacheStorage, Status
@@ -49,37 +50,6 @@ SGLANGS = (
 """Keys of extra_config that are for SGLang itself; some versions leave them in."""
 
 KV = "kv"
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def answers(miss: Callable[..., Any]) -> Callable[[F], F]:
-    """Make a method answer ``miss(self, *arguments)`` instead of raising."""
-
-    def decorate(method: F) -> F:
-        @functools.wraps(method)
-        def guarded(self: HiCacheBackend, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception:
-                logger.exception("%s failed; it counts as a miss", method.__name__)
-                return miss(*args, **kwargs)
-
-        return cast("F", guarded)
-
-    return decorate
-
-
-def _no_page(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
-    return [False] * len(keys)
-
-
-def _no_tensor(keys: Sequence[str], *_: Any, **__: Any) -> list[None]:
-    return [None] * len(keys)
-
-
-def _no_pool(transfers: Sequence[Any], *_: Any, **__: Any) -> dict[Any, list[bool]]:
-    return {transfer.name: [False] * len(transfer.keys or []) for transfer in transfers}
 
 
 class HiCacheBackend(sgl.HiCacheStorage):  # type: ignore[misc]
@@ -119,11 +89,16 @@ class HiCacheBackend(sgl.HiCacheStorage):  # type: ignore[misc]
             )
         logical = getattr(pool, "kv_buffer", True) is None  # it counts tokens; only sidecars have bytes
         nbytes = 0 if logical else PoolPages.nbytes_of(pool)
-        namespace = pool_namespace(self._config, pool, nbytes, is_replicated(self._config, KV, pool))
+        replicated = is_replicated(self._config, KV, pool)
+        slices = head_slices(self._config, pool, replicated)
+        namespace = pool_namespace(self._config, pool, nbytes, replicated, slices)
         self._storage = open_storage(self._backend, self._settings, namespace)
         try:
             if nbytes:
-                self._pools[KV] = PoolPages(self._storage, pool, suffix="")
+                kv = self._storage
+                if slices:
+                    kv = HeadSlicesLayer(kv, slices, self._config.tp_lcm_size)
+                self._pools[KV] = PoolPages(kv, pool, suffix="")
         except BaseException:
             self.close()
             raise
@@ -164,17 +139,17 @@ class HiCacheBackend(sgl.HiCacheStorage):  # type: ignore[misc]
 
     @answers(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        return leading_run(self._open.batch_exists(keys))
+        return leading_run(self._kv.batch_exists(keys))
 
     @answers(lambda *_, **__: False)
     def exists(self, key: str) -> bool:
-        return self._open.exists(key)
+        return self._kv.exists(key)
 
-    @answers(_no_page)
+    @answers(no_page)
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         return self._get(KV, keys, host_indices)
 
-    @answers(_no_page)
+    @answers(no_page)
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         return self._set(KV, keys, host_indices)
 
@@ -183,7 +158,7 @@ class HiCacheBackend(sgl.HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> Any:
         """The prefixes that KV and every sidecar pool can restore together."""
-        kv_pages = leading_run(self._open.batch_exists(keys)) if KV in self._pools else len(keys)
+        kv_pages = leading_run(self._kv.batch_exists(keys)) if KV in self._pools else len(keys)
         pools = [self._presence(transfer, keys[:kv_pages]) for transfer in pool_transfers or []]
         found = restorable_prefixes(kv_pages, pools)
         boundaries: dict[Any, int] = {KV: kv_pages, **found.boundaries}
@@ -192,11 +167,11 @@ class HiCacheBackend(sgl.HiCacheStorage):  # type: ignore[misc]
             return sgl.PoolTransferResult(found.longest, hits, list(found.prefixes))
         return sgl.PoolTransferResult(found.longest, hits)
 
-    @answers(_no_pool)
+    @answers(no_pool)
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         return {t.name: self._get(_name(t.name), t.keys or [], t.host_indices) for t in transfers}
 
-    @answers(_no_pool)
+    @answers(no_pool)
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         return {t.name: self._set(_name(t.name), t.keys or [], t.host_indices) for t in transfers}
 
@@ -204,7 +179,7 @@ class HiCacheBackend(sgl.HiCacheStorage):  # type: ignore[misc]
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         return self.batch_get([key], [target_location])[0]
 
-    @answers(_no_tensor)
+    @answers(no_tensor)
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
@@ -267,6 +242,11 @@ class HiCacheBackend(sgl.HiCacheStorage):  # type: ignore[misc]
         if self._storage is None:
             raise StorageError("no host pool is registered, so there is no store yet")
         return self._storage
+
+    @property
+    def _kv(self) -> HiCacheStorage:
+        """The store as KV's pages are kept in it."""
+        return self._pools[KV].storage if KV in self._pools else self._open
 
     def _get(self, name: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
         return _bools(self._pools[name].get(keys, host_indices)) if self._has(name) else [False] * len(keys)

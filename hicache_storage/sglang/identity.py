@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hicache_storage.errors import SettingsError
 from hicache_storage.namespace import Namespace
 from hicache_storage.sglang.server import server_args
 
@@ -23,11 +24,19 @@ AXES = {
 """Order of the stored bytes by layout: ``layer_first`` and ``page_first_direct`` share pages."""
 
 
-def pool_namespace(config: Any, pool: Any, page_nbytes: int, replicated: bool) -> Namespace:
+WHOLE = range(0)
+"""No slices: a page is one object."""
+
+
+def pool_namespace(
+    config: Any, pool: Any, page_nbytes: int, replicated: bool, slices: range = WHOLE
+) -> Namespace:
     """Whose pages a pool's are.
 
-    ``replicated``: the bytes are the same on every TP rank, so the TP rank is no part of them.
+    ``replicated``: the bytes are the same on every TP rank, so the TP rank is no part of them. Nor is it
+    where pages are kept by ``slices`` of heads; they are the pages then.
     """
+    objects = max(1, len(slices))
     attention = _attention(pool)
     axes = AXES.get((attention, pool.layout), pool.layout)
     head_dim = int(getattr(pool, "head_dim", 0) or getattr(pool, "kv_cache_dim", 0) or 0)
@@ -35,14 +44,33 @@ def pool_namespace(config: Any, pool: Any, page_nbytes: int, replicated: bool) -
         model=config.model_name or "",
         attention=attention,
         dtype=_dtype(pool),
-        object_layout=f"{axes}:{page_nbytes}",
+        object_layout=f"{axes}:{page_nbytes // objects}",
         page_size=int(getattr(config, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1),
         layers=_layers(pool),
-        heads=int(getattr(pool, "head_num", 0) or 0),
+        heads=int(getattr(pool, "head_num", 0) or 0) // objects,
         head_dim=head_dim,
         v_head_dim=int(getattr(pool, "v_head_dim", 0) or head_dim),  # 0.5.14 and before: the same
-        ranks=_ranks(config, replicated),
+        ranks=_ranks(config, replicated or bool(slices)),
     )
+
+
+def head_slices(config: Any, pool: Any, replicated: bool) -> range:
+    """Which of ``tp_lcm_size`` slices of a page's heads this rank has; none where heads stay together.
+
+    SGLang splits when the ranks are fewer than the slices (``should_split_heads``). A rank that has one slice
+    keeps it by the same name here, so that the others find it. Raises SettingsError when the heads do
+    not divide: slices of the same name would be of different heads.
+    """
+    count = int(getattr(config, "tp_lcm_size", None) or 0)
+    if not count or replicated or pool.layout != "page_head":
+        return WHOLE
+    heads, slices = int(pool.head_num), count // config.tp_size
+    if heads % slices:
+        raise SettingsError(
+            f"tp_lcm_size {count} cuts the {heads} KV heads of each of {config.tp_size} ranks into {slices} "
+            "slices, and they do not divide; it is at most the number of the model's KV heads"
+        )
+    return range(config.tp_rank * slices, (config.tp_rank + 1) * slices)
 
 
 def is_replicated(config: Any, name: str, pool: Any) -> bool:
