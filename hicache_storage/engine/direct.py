@@ -18,6 +18,7 @@ import torch
 
 from hicache_storage.engine.pools import PagePool
 from hicache_storage.engine.runs import runs
+from hicache_storage.errors import SettingsError
 
 STEP_NBYTES = 1 << 19
 """A step has as many layers as make a copy this large: smaller ones take longer to start than to run."""
@@ -136,7 +137,7 @@ def _strides(pool: PagePool) -> tuple[int, int, int]:
 
 
 def _enqueue(copies: Iterator[Copy2D], stream: int) -> None:
-    memcpy_2d = _memcpy_2d()
+    memcpy_2d = load_memcpy_2d()
     for copy in copies:
         if copy.target_pitch <= _MAX_PITCH >= copy.source_pitch:
             status = memcpy_2d(*copy, _MEMCPY_DEFAULT, stream)
@@ -154,10 +155,16 @@ def _rows(copy: Copy2D) -> Iterator[Copy2D]:
 
 
 @functools.cache
-def _memcpy_2d() -> Callable[..., int]:
-    """``cudaMemcpy2DAsync`` of the CUDA runtime that torch has loaded; torch itself offers none."""
-    major = str(torch.version.cuda).split(".", maxsplit=1)[0]
-    function = ctypes.CDLL(f"libcudart.so.{major}").cudaMemcpy2DAsync
+def load_memcpy_2d() -> Callable[..., int]:
+    """``cudaMemcpy2DAsync`` of the CUDA runtime that torch has loaded; torch itself offers none.
+
+    Raises SettingsError where there is no such runtime.
+    """
+    name = f"libcudart.so.{str(torch.version.cuda).split('.', maxsplit=1)[0]}"
+    try:
+        function = ctypes.CDLL(name).cudaMemcpy2DAsync
+    except OSError as error:
+        raise SettingsError(f"io_backend direct on cuda needs {name}, the CUDA runtime: {error}") from error
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     function.argtypes = [address, size, address, size, size, size, number, address]
     function.restype = number

@@ -129,4 +129,6 @@ def open_transfer(io_backend: str, l1: DevicePool, l2: HostPool) -> Transfer:
     copy = _COPIES[io_backend, device]
     if copy is kernel.copy_strided:
         kernel.load_kernel()
+    elif copy is direct.copy_2d:
+        direct.load_memcpy_2d()
     return CudaTransfer(l1, l2, copy) if device == "cuda" else HostTransfer(l1, l2, copy)

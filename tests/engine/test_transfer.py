@@ -64,7 +64,7 @@ def memcpy_2d(monkeypatch):
         calls.append(rows)
         return 0
 
-    monkeypatch.setattr(direct, "_memcpy_2d", lambda: copy)
+    monkeypatch.setattr(direct, "load_memcpy_2d", lambda: copy)
     return calls
 
 
@@ -145,7 +145,7 @@ def test_rows_too_far_apart_for_one_copy_are_copied_one_by_one(memcpy_2d, monkey
 
 
 def test_a_copy_that_cuda_refuses_is_an_error(monkeypatch):
-    monkeypatch.setattr(direct, "_memcpy_2d", lambda: lambda *_: 1)
+    monkeypatch.setattr(direct, "load_memcpy_2d", lambda: lambda *_: 1)
     with pytest.raises(RuntimeError, match=r"cudaMemcpy2DAsync: error 1 for Copy2D\(target="):
         check_both_ways(memmoved, KVShape.mha(3, 2, 8), PAGE_FIRST_DIRECT, by_layer=False)
 
@@ -175,6 +175,12 @@ def test_a_kernel_without_triton_says_what_to_install(monkeypatch):
     pools = open_pools(KVShape.mha(2, 1, 8), LAYER_FIRST)
     with pytest.raises(SettingsError, match="needs Triton: pip install triton"):
         list(kernel.copy_strided(pools[0], [0], pools[1], [0], True))
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA runtime")
+def test_direct_without_a_cuda_runtime_says_which_one_is_missing():
+    with pytest.raises(SettingsError, match=r"io_backend direct on cuda needs libcudart\.so\.None"):
+        direct.load_memcpy_2d()
 
 
 @pytest.mark.parametrize("io_backend", IO_BACKENDS)
