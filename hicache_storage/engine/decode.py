@@ -26,18 +26,17 @@ from typing import TYPE_CHECKING, Any
 from hicache_storage.engine.attachment import attach, check_identity
 from hicache_storage.engine.compute import Compute, Work
 from hicache_storage.engine.controller import BackedUp, BackupOperation
-from hicache_storage.engine.layouts import find_layout
+from hicache_storage.engine.memory import open_memory
 from hicache_storage.engine.options import EngineOptions, resolve
 from hicache_storage.engine.oracle import Oracle
 from hicache_storage.engine.page_hash import page_hashes
 from hicache_storage.engine.page_objects import KV
-from hicache_storage.engine.pools import DevicePool, HostPool, find_device, pool_slots
+from hicache_storage.engine.pools import find_device
 from hicache_storage.engine.radix import Node
 from hicache_storage.engine.ranks import OneRank
 from hicache_storage.engine.shape import KVShape
 from hicache_storage.engine.shard import Shard
 from hicache_storage.engine.side_pools import SidePools
-from hicache_storage.engine.transfer import open_transfer
 from hicache_storage.errors import CapacityError, ClosedError, SettingsError
 from hicache_storage.storage import HiCacheStorage
 
@@ -103,28 +102,17 @@ class DecodeEngine:
             raise SettingsError(f"offload_stride is at least 1 token, not {offload_stride}")
         ranks = OneRank()
         shard = Shard(shape, ranks.place, None)
+        check_identity(storage, shard.namespace(page_size, in_force.mem_layout), in_force.mem_layout)
         device = find_device(in_force.device)
-        layout = find_layout(in_force.mem_layout, shape.attention)
-        check_identity(storage, shard.namespace(page_size, layout.name), layout.name)
-        l1_slots, l2_slots = pool_slots(
-            page_size,
-            shape.page_nbytes(page_size),
-            in_force.l1_tokens,
-            in_force.hicache_ratio,
-            in_force.hicache_size,
-        )
         self.options = in_force
         self.page_size = page_size
         self._stride = max(1, (offload_stride or 0) // page_size)
         self._compute = compute or Oracle(shard, page_size, device)
-        self._l1 = DevicePool(shape, page_size, l1_slots, device)
-        hugepages, prefault = in_force.hugepages, in_force.prefault
-        self._l2 = HostPool(shape, page_size, l2_slots, layout, device, hugepages, prefault=prefault)
         with ExitStack() as undo:
-            undo.callback(self._l2.close)
-            self._transfer = open_transfer(in_force.io_backend, self._l1, self._l2)
-            undo.callback(self._transfer.close)
-            sides = SidePools([], shard, in_force, (l1_slots, l2_slots), device)
+            self._memory = open_memory(shape, in_force)
+            undo.callback(self._memory.close)
+            self._l1, self._l2 = self._memory.l1, self._memory.l2
+            sides = SidePools([], shard, in_force, (self._l1.slots, self._l2.slots), device)
             self._attachment = attach(storage, shard, self._l2, sides, 1, ranks)
             undo.pop_all()
         self._decoding: set[Decoding] = set()
@@ -211,10 +199,9 @@ class DecodeEngine:
             if self._closed:
                 return
             self._closed = True
-            self._transfer.close()
+            self._memory.transfer.close()
             if self._attachment.end(_CLOSE_SECONDS):
-                self._l1.close()
-                self._l2.close()
+                self._memory.close()
 
     def __enter__(self) -> Self:
         return self
@@ -253,7 +240,7 @@ class DecodeEngine:
         if count == 0:
             return 0
         slots = sorted(slot for slot in (self._l2.alloc() for _ in range(count)) if slot is not None)
-        self._transfer.store(request.slots[begin : begin + count], slots)
+        self._memory.transfer.store(request.slots[begin : begin + count], slots)
         nodes = [Node(page_hash, None) for page_hash in request.hashes[begin : begin + count]]
         self._attachment.controller.backup(BackupOperation(nodes, [], [KV] * count, slots))
         self._in_flight += 1

@@ -1,6 +1,6 @@
 """TierEngine: prefills token sequences through L1, L2 and L3 and proves every page of them.
 
-The way of a page: computed into L1, copied to L2 (write-through), written to L3 by the backup
+The way of a page: computed into L1, copied to L2 as the write policy says, written to L3 by the backup
 thread. When L1 has let go of it, it is loaded back from L2; when L2 has done so too, it is read
 from L3 into L2 (prefetch) and loaded from there.
 """
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from hicache_storage.engine.attachment import Attachment, attach, check_identity
 from hicache_storage.engine.compute import Compute
-from hicache_storage.engine.layouts import find_layout
+from hicache_storage.engine.memory import l1_and_l2_slots, open_memory
 from hicache_storage.engine.options import EngineOptions, resolve
 from hicache_storage.engine.oracle import Oracle
 from hicache_storage.engine.page_hash import page_hashes
-from hicache_storage.engine.pools import DevicePool, HostPool, find_device, pool_slots
+from hicache_storage.engine.pools import find_device
 from hicache_storage.engine.prefill import Prefetch, Prefill, begin_prefetch, give_up
 from hicache_storage.engine.radix import Tier
 from hicache_storage.engine.ranks import Asking, OneRank, Ranks
@@ -30,7 +30,6 @@ from hicache_storage.engine.shape import KVShape
 from hicache_storage.engine.shard import Shard
 from hicache_storage.engine.side_pools import SidePool, SidePools
 from hicache_storage.engine.tiers import Tiers
-from hicache_storage.engine.transfer import open_transfer
 from hicache_storage.errors import BusyError, ClosedError, RequestError, StorageError
 from hicache_storage.storage import HiCacheStorage
 
@@ -82,33 +81,22 @@ class TierEngine:
         self.page_size = page_size
         self.page_nbytes = shape.page_nbytes(page_size)
         device = find_device(self.options.device)
-        layout = find_layout(self.options.mem_layout, shape.attention)
-        shard.check_layout(layout.name)
+        shard.check_layout(self.options.mem_layout)
         if storage is not None:
             self._check_identity(storage)
-        l1_slots, l2_slots = pool_slots(
-            page_size,
-            self.page_nbytes,
-            self.options.l1_tokens,
-            self.options.hicache_ratio,
-            self.options.hicache_size,
-        )
+        slots = l1_and_l2_slots(shape, self.options)
         # what one rank is refused above all are; what differs from here on is an error on all
         ranks.agree(Asking.REQUEST, f"opening {shard.model}, {tp_lcm_size}, {side_pools}, {self.options}", [])
-        l1 = DevicePool(shape, page_size, l1_slots, device)
-        hugepages, prefault = self.options.hugepages, self.options.prefault
-        l2 = HostPool(shape, page_size, l2_slots, layout, device, hugepages, prefault=prefault)
         self._compute = compute or Oracle(shard, page_size, device)
         with ExitStack() as undo:
-            undo.callback(l2.close)
-            transfer = open_transfer(self.options.io_backend, l1, l2)
-            undo.callback(transfer.close)
-            sides = SidePools(side_pools, shard, self.options, (l1_slots, l2_slots), device)
+            memory = open_memory(shape, self.options)
+            undo.callback(memory.close)
+            sides = SidePools(side_pools, shard, self.options, slots, device)
             undo.callback(sides.close)
-            write_policy, backup_wait = self.options.write_policy, self.options.backup_wait
-            self._tiers = Tiers(l1, l2, transfer, write_policy, backup_wait, sides, ranks)
+            self._tiers = Tiers(memory, self.options.write_policy, self.options.backup_wait, sides, ranks)
             self._attachment = None if storage is None else self._attach(storage)
             undo.pop_all()
+        self._memory = memory
         self._waiting: set[Prefetch] = set()
         self._running: set[int] = set()
         self._past_errors = 0
@@ -175,11 +163,13 @@ class TierEngine:
     def flush_l1(self) -> int:
         """Evict every page from L1; how many left."""
         with self._lock:
+            self._check_open()
             return self._tiers.flush(Tier.L1)
 
     def flush_l2(self) -> int:
         """Evict every page from L2, except those that wait for their backup; how many left."""
         with self._lock:
+            self._check_open()
             return self._tiers.flush(Tier.L2)
 
     def wait_for_backup(self, timeout: float | None = None) -> bool:
@@ -227,12 +217,11 @@ class TierEngine:
             if self._closed:
                 return
             self._closed = True
-            self._tiers.transfer.close()
+            self._memory.transfer.close()
             if self._attachment is not None and not self._attachment.end(_CLOSE_SECONDS):
                 return
             self._attachment = None
-            self._tiers.l1.close()
-            self._tiers.l2.close()
+            self._memory.close()
             self._tiers.sides.close()
 
     def __enter__(self) -> Self:
@@ -250,14 +239,16 @@ class TierEngine:
     def _attach(self, storage: HiCacheStorage) -> Attachment:
         min_pages = -(-self.options.prefetch_threshold // self.page_size)
         tiers = self._tiers
-        attachment = None
-        try:
-            attachment = attach(storage, self.shard, tiers.l2, tiers.sides, min_pages, tiers.ranks)
-        finally:
-            are_attached = all(tiers.ranks.agree(Asking.REQUEST, "attach", [attachment is not None]))
-        if not are_attached:
-            attachment.end(_CLOSE_SECONDS)
-            raise StorageError("another rank could not attach its storage")
+        with ExitStack() as undo:
+            try:
+                attachment = attach(storage, self.shard, tiers.l2, tiers.sides, min_pages, tiers.ranks)
+            except BaseException:
+                tiers.ranks.agree(Asking.REQUEST, "attach", [False])
+                raise
+            undo.callback(attachment.end, _CLOSE_SECONDS)
+            if not all(tiers.ranks.agree(Asking.REQUEST, "attach", [True])):
+                raise StorageError("another rank could not attach its storage")
+            undo.pop_all()
         tiers.traffic.controller = attachment.controller
         return attachment
 

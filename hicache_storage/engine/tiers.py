@@ -10,14 +10,13 @@ import time
 from dataclasses import dataclass
 
 from hicache_storage.engine.loading import Loading
-from hicache_storage.engine.pools import DevicePool, HostPool
+from hicache_storage.engine.memory import Memory
 from hicache_storage.engine.prefetch import PrefetchOperation
 from hicache_storage.engine.radix import HiRadixTree, Node, Tier
 from hicache_storage.engine.ranks import Ranks
 from hicache_storage.engine.report import Counts
 from hicache_storage.engine.side_pools import SidePools
 from hicache_storage.engine.traffic import Traffic
-from hicache_storage.engine.transfer import Transfer
 from hicache_storage.engine.write_policy import WRITE_POLICIES, use, with_prefixes
 
 _PREFETCH_SHARE = 0.8
@@ -35,7 +34,7 @@ class Load:
 
 
 class Tiers:
-    """Pages in ``l1`` and ``l2``, copied by ``transfer``; ``traffic`` goes on between L2 and L3.
+    """Pages in L1 and L2; ``traffic`` goes on between L2 and L3.
 
     ``sides`` are beside both tiers. The tiers of other ranks hold other pages, and ``ranks`` agree.
     ``write_policy`` names one of WRITE_POLICIES. ``backup_wait``: seconds that a request may wait for
@@ -44,22 +43,18 @@ class Tiers:
 
     def __init__(
         self,
-        l1: DevicePool,
-        l2: HostPool,
-        transfer: Transfer,
+        memory: Memory,
         write_policy: str,
         backup_wait: float,
         sides: SidePools,
         ranks: Ranks,
     ) -> None:
-        self.l1 = l1
-        self.l2 = l2
-        self.transfer = transfer
+        self.l1, self.l2, self.transfer = memory.l1, memory.l2, memory.transfer
         self.sides = sides
         self.ranks = ranks
         self.tree = HiRadixTree()
         self.counts = Counts()
-        self.traffic = Traffic(self.tree, l2, self.counts)
+        self.traffic = Traffic(self.tree, self.l2, self.counts)
         self._hits_to_copy = WRITE_POLICIES[write_policy]
         self._backup_wait = backup_wait
 
