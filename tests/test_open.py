@@ -142,3 +142,21 @@ def test_importing_the_sdk_loads_neither_torch_nor_sglang_nor_pydantic():
     code = f"import sys, hicache_storage; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_threads_that_are_the_first_to_count_something_do_not_disturb_each_other():
+    """The query thread and the backup thread may make their first calls at the same moment."""
+    code = """
+import sys, threading
+from hicache_storage.layers.metrics import instruments
+sys.setswitchinterval(1e-6)
+barrier, found = threading.Barrier(8), []
+def first():
+    barrier.wait()
+    found.append(instruments())
+threads = [threading.Thread(target=first) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert len(found) == 8 and len(set(map(id, found))) == 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

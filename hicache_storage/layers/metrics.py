@@ -26,6 +26,8 @@ SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 KEPT_TRANSFERS = 4096
 """Most transfers kept for ``take``; when nobody asks, the oldest are dropped."""
 
+_REGISTERING = threading.Lock()
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
@@ -46,9 +48,14 @@ class Instruments:
     seconds: Histogram
 
 
-@cache
 def instruments() -> Instruments:
-    """Registered on first use: SGLang sets its multiprocess directory before that."""
+    """Registered on first use: SGLang sets its multiprocess directory before that. Any thread."""
+    with _REGISTERING:  # the first call of two threads at once would register twice
+        return _registered()
+
+
+@cache
+def _registered() -> Instruments:
     from prometheus_client import Counter, Histogram
 
     return Instruments(
