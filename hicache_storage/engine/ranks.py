@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed
@@ -24,6 +25,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from hicache_storage.errors import SettingsError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class RanksError(RuntimeError):
@@ -139,6 +143,14 @@ class GlooRanks:
     def close(self) -> None:
         """Leave the groups, after the engine is closed. Ranks that still ask get a RanksError."""
         self._break("the ranks are closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _break(self, reason: str) -> RanksError:
         """Leave the groups, which tells the others at once; calls in progress keep theirs."""
