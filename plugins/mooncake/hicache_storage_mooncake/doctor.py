@@ -18,8 +18,14 @@ Finding = tuple[str, bool, str]
 
 
 def doctor(master: str | None = None, metrics_port: int | None = None) -> list[Finding]:
-    """All findings; ``master`` is host:port, by default that of SGLang's file or environment."""
+    """All findings; ``master`` is host:port, by default that of SGLang's file or environment.
+
+    Where neither names one, nothing of a deployment is looked at.
+    """
     table = _configured()
+    if not table and not master:
+        found = "none is configured here: MOONCAKE_MASTER, a settings file, or --master"
+        return [_wheels(), _import(), ("master", True, found)]
     if metrics_port:
         table["master_metrics_port"] = metrics_port
     if master:
@@ -70,7 +76,7 @@ def _memlock() -> Finding:
 
 def _master(address: str, metrics_port: object) -> Finding:
     if not address:
-        return "master", False, "none is configured: MOONCAKE_MASTER, a settings file, or --master"
+        return "master", False, "none is named: MOONCAKE_MASTER, a settings file, or --master"
     try:
         master = Master(address, int(str(metrics_port or 9003)))
     except (StorageError, ValueError) as error:

@@ -12,6 +12,7 @@ from hicache_storage import SettingsError, StorageError
 from hicache_storage_mooncake import library
 from hicache_storage_mooncake.doctor import doctor
 from hicache_storage_mooncake.master import endpoints, parse_metrics
+from hicache_storage_mooncake.settings import CONFIG_PATH, ENVIRONMENT
 
 COMMAND = [sys.executable, "-c", "from hicache_storage.cli import main; main()", "mooncake"]
 
@@ -71,6 +72,14 @@ def test_the_doctor_finds_both_wheels_and_a_dead_master(monkeypatch, tools):
     assert not found["master"][0]
     assert "does not answer" in found["master"][1]
     assert {"rdma devices", "locked memory"} <= set(found)
+
+
+def test_the_doctor_finds_nothing_wrong_where_nothing_is_configured(monkeypatch):
+    for name in (*ENVIRONMENT, CONFIG_PATH):
+        monkeypatch.delenv(name, raising=False)
+    *_, (what, ok, message) = doctor()
+    assert (what, ok) == ("master", True)
+    assert "MOONCAKE_MASTER" in message
 
 
 def test_addresses_of_all_kinds_are_read():
