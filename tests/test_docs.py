@@ -20,7 +20,7 @@ SEEN_ELSEWHERE = ("make ", "pip ", "python -m sglang")
 
 def commands(document):
     for block in re.findall(r"```console\n(.*?)```", document.read_text(), re.DOTALL):
-        for line in re.findall(r"^\$ (.*(?:\\\n.*)*)", block, re.MULTILINE):
+        for line in re.findall(r"^\$ ((?:.*\\\n)*.*)", block, re.MULTILINE):
             if not line.startswith(SEEN_ELSEWHERE):
                 yield line
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from contextlib import ExitStack
+from enum import Enum
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -19,6 +20,13 @@ from hicache_storage_mooncake.processes import Log, start_master, start_owner
 from hicache_storage_mooncake.settings import MIN_SEGMENT_NBYTES, size_nbytes
 
 app = typer.Typer(name="mooncake", help="Try out Mooncake on this machine.", no_args_is_help=True)
+
+
+class Protocol(str, Enum):
+    """How pages travel."""
+
+    TCP = "tcp"
+    RDMA = "rdma"
 
 
 @app.command()
@@ -73,9 +81,12 @@ def up(
 def check(
     master: Annotated[str, typer.Option(help="host:port; default: the settings in the environment.")] = "",
     metrics_port: Annotated[int | None, typer.Option(help="The master's HTTP port.")] = None,
+    protocol: Annotated[
+        Protocol | None, typer.Option(help="What RDMA needs is checked for rdma, SGLang's default.")
+    ] = None,
 ) -> None:
     """Check wheels, RDMA, locked memory and the master; exit status 1 when something is wrong."""
-    findings = doctor(master or None, metrics_port)
+    findings = doctor(master or None, metrics_port, protocol.value if protocol else None)
     for what, ok, message in findings:
         print(f"{'ok  ' if ok else 'FAIL'} {what}: {message}")
     if not all(ok for _, ok, _ in findings):

@@ -17,10 +17,12 @@ Finding = tuple[str, bool, str]
 """What was checked, whether it is right, and what was found or what to do."""
 
 
-def doctor(master: str | None = None, metrics_port: int | None = None) -> list[Finding]:
-    """All findings; ``master`` is host:port, by default that of SGLang's file or environment.
+def doctor(
+    master: str | None = None, metrics_port: int | None = None, protocol: str | None = None
+) -> list[Finding]:
+    """All findings; what is not given is looked for where SGLang looks for it: a file, the environment.
 
-    Where neither names one, nothing of a deployment is looked at.
+    Where nothing names a master, nothing of a deployment is looked at.
     """
     table = _configured()
     if not table and not master:
@@ -30,7 +32,7 @@ def doctor(master: str | None = None, metrics_port: int | None = None) -> list[F
         table["master_metrics_port"] = metrics_port
     if master:
         table["master_server_address"] = master
-    protocol = str(table.get("protocol", MooncakeSettings.model_fields["protocol"].default))
+    protocol = protocol or str(table.get("protocol", MooncakeSettings.model_fields["protocol"].default))
     findings = [_wheels(), _import()]
     findings += [_rdma(), _memlock()] if protocol == "rdma" else [("rdma", True, "not used: protocol is tcp")]
     return [*findings, _master(str(table.get("master_server_address", "")), table.get("master_metrics_port"))]

@@ -1,6 +1,5 @@
 """What an operator sees: what is missing, what to install, and a store to try."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -110,10 +109,9 @@ def test_up_prints_settings_that_work_and_ends_on_ctrl_c(tools, tmp_path):
         said = [up.stdout.readline() for _ in range(5)]
         assert '"global_segment_size": 0' in "".join(said)
         child = subprocess.run(
-            [*COMMAND, "doctor", "--master", f"127.0.0.1:{port}", "--metrics-port", str(metrics)],
+            [*COMMAND, "doctor", f"--master=127.0.0.1:{port}", f"--metrics-port={metrics}", "--protocol=tcp"],
             capture_output=True,
             text=True,
-            env={**os.environ, "MOONCAKE_PROTOCOL": "tcp"},
             check=False,
         )
         assert child.returncode == 0, child.stdout
