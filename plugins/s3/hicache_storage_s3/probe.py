@@ -153,7 +153,7 @@ class Probe:
         try:
             self._put_presigned(WRONG_CHECKSUM)
         except (PuzzledError, StorageError) as error:
-            return algorithm, f"{error} to a wrong one"
+            return algorithm, f"{error} for a wrong one"
         self._client.send_checksum("")
         return "off", "the store takes a wrong one"
 
@@ -170,15 +170,20 @@ class Probe:
             self._put_presigned()
         except (PuzzledError, StorageError) as error:
             if settings.direct_put == "on":
-                raise SettingsError(f"direct_put: {error} to a presigned request") from None
-            return None, f"{error} to a presigned request"
+                raise SettingsError(f"direct_put: {_presigned_gave(error)}") from None
+            return None, _presigned_gave(error)
         return self._direct, "presigned requests work"
 
     def _put_presigned(self, header: tuple[str, str] | None = None, *, create: bool = False) -> bool:
         """Raises PuzzledError or StorageError."""
         self._client.count("PUT")
-        url, page = self._client.sign("PUT", self._key), [Buffer.of(self._body)]
+        url, page = self._sign("PUT"), [Buffer.of(self._body)]
         return self._presigned(url).write_from(url, page, Lease(), create=create, header=header)
+
+    def _sign(self, method: str) -> str:
+        if self._settings.anonymous:
+            raise PuzzledError("no key to sign with")
+        return self._client.sign(method, self._key)
 
     def _presigned(self, url: str) -> Direct:
         """For presigned requests to that host. Raises PuzzledError where there is a proxy."""
@@ -250,14 +255,14 @@ class Probe:
         """What goes wrong, empty when nothing does."""
         read = bytearray(len(self._body))
         try:
-            url = self._client.sign("GET", self._key)
+            url = self._sign("GET")
             direct = self._presigned(url)
             self._client.count("GET")
             status = direct.read_into(url, [Buffer.of(read)], Lease())
         except SettingsError:
             raise
         except (PuzzledError, StorageError) as error:
-            return f"{error} to a presigned request"
+            return _presigned_gave(error)
         return "" if read == self._body else f"a presigned request found {status.value}"
 
     def _remove(self) -> None:
@@ -265,3 +270,7 @@ class Probe:
             self._client.delete([self._key])
         except StorageError as error:
             logger.warning("the probe object could not be removed: %s", error)
+
+
+def _presigned_gave(error: Exception) -> str:
+    return f"presigned requests: {error}"

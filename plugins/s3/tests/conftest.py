@@ -3,6 +3,9 @@
 import importlib.util
 import itertools
 import random
+import shutil
+import ssl
+import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -84,6 +87,37 @@ def proxy(ministack):
     import faulty
 
     proxy = faulty.Proxy(("127.0.0.1", ministack.port))
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory):
+    """A certificate authority and a server certificate for 127.0.0.1, in files."""
+    if shutil.which("openssl") is None:
+        pytest.skip("the program openssl is not installed")
+    where = tmp_path_factory.mktemp("ca")
+    (where / "server.ext").write_text("subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    for command in (
+        ["req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test CA"],
+        ["req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=127.0.0.1"],
+        [
+            *("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
+            *("-days", "2", "-extfile", "server.ext", "-out", "server.pem"),
+        ],
+    ):
+        subprocess.run(["openssl", *command], cwd=where, check=True, capture_output=True)
+    return where
+
+
+@pytest.fixture
+def https(ministack, authority):
+    import faulty
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority / "server.pem", authority / "server.key")
+    proxy = faulty.Proxy(("127.0.0.1", ministack.port), tls=context)
     yield proxy
     proxy.close()
 

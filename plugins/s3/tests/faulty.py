@@ -43,6 +43,8 @@ class Proxy:
     fault: object = None
     tls: object = None
     """An ssl.SSLContext with a certificate, to be spoken to by https."""
+    hear: object = None
+    """Called with the headers of each request."""
     requests: Counter = field(default_factory=Counter)
     seen: list = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)
@@ -101,6 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
         proxy = self.owner
         proxy.requests[self.command] += 1
         proxy.seen.append((self.command, self.path))
+        if proxy.hear:
+            proxy.hear(self.headers)
         fault = (proxy.fault and proxy.fault(self.command, self.path)) or Fault()
         length = int(self.headers.get("Content-Length", 0))
         body = self.rfile.read(length if fault.takes is None else min(fault.takes, length))

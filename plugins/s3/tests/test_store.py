@@ -162,7 +162,7 @@ def test_large_pages_go_up_in_parts_and_are_whole(opened, namespace, tools):
 
 def test_the_service_verifies_what_it_is_sent(opened, namespace, tools):
     storage = opened(checksum="auto")
-    assert storage.describe()["checksum"] == "crc64nvme: an answer 400 to a wrong one"
+    assert storage.describe()["checksum"] == "crc64nvme: an answer 400 for a wrong one"
     assert storage.describe()["writes"].startswith("through obstore: a presigned request carries no checksum")
     key = namespace.key("page")
     assert storage.batch_set_from([key], [tools.filled(key, 1000)]) == [Status.OK]
