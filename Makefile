@@ -8,6 +8,7 @@
 # make conformance   the suite on a backend     (BACKEND=file, or module:Class of a file in examples/)
 # make conformance-matrix the suite on what there is, and docs/conformance.md from it
 # make bench  the benchmarks behind docs/benchmarks.md
+# make bench-s3 the S3 plugin beside its raw client and SGLang's seaweedfs   (ARGS="--server ceph")
 # The first run sets everything up in .venv: Python >= 3.10 and a package index are all it needs.
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ CLIENTS := $(patsubst plugins/%/requirements.txt,%,$(wildcard plugins/*/requirem
 
 SGLANG ?= 0.5.10.post1 0.5.14 0.5.23
 
-.PHONY: demo test $(CLIENTS:%=test-%) test-gpu test-triton test-sglang sglang-matrix lint conformance conformance-matrix bench clean
+.PHONY: demo test $(CLIENTS:%=test-%) test-gpu test-triton test-sglang sglang-matrix lint conformance conformance-matrix bench bench-s3 clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -76,6 +77,10 @@ conformance-matrix: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	@$(BIN)/python benchmarks/file_backend.py $(ARGS)
+
+bench-s3:
+	@sh tests_sglang/setup_env.sh 0.5.23
+	@PYTHONPATH=tests_sglang/at_start:tests_sglang .venv-sglang-0.5.23/bin/python benchmarks/s3_backend.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-sglang-*

@@ -128,5 +128,7 @@ class S3Settings(BaseModel):
         given = [self.access_key_id is not None, bool(self.profile), self.anonymous]
         if sum(given) > 1:
             raise ValueError("give one of access_key_id, profile and anonymous")
+        if self.express and (self.endpoint or not self.bucket.endswith("--x-s3")):
+            raise ValueError("express: such a bucket is AWS's (no endpoint) and its name ends with --x-s3")
         if self.direct_put == "on" and (self.sign_payload or self.checksum not in ("auto", "off")):
             raise ValueError("direct_put sends no checksum and signs no payload: turn it off, or those")

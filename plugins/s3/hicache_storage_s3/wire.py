@@ -117,11 +117,10 @@ class Connection:
             headers[name.strip().lower()] = value.strip()
         if version != b"HTTP/1.1" or headers.get(b"connection", b"").lower() == b"close":
             self.keep = False
-        length = headers.get(b"content-length", b"")
+        status, early = int(rest[:3]), bytes(raw[end + 4 :])
+        length = b"0" if status == 204 else headers.get(b"content-length", b"")
         plain = not (b"transfer-encoding" in headers or b"content-encoding" in headers)
-        return Answer(
-            int(rest[:3]), int(length) if plain and length.isdigit() else None, bytes(raw[end + 4 :])
-        )
+        return Answer(status, int(length) if plain and length.isdigit() else None, early)
 
     def receive(self, targets: Sequence[memoryview], early: bytes, lease: Lease, ends_at: float) -> None:
         """Fill the targets with the body, whose first bytes came ``early``.

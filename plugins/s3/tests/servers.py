@@ -102,8 +102,11 @@ def rclone(directory):
 
 
 @contextlib.contextmanager
-def ceph(directory):
-    """Ceph's RADOS Gateway over one monitor, one manager and one OSD: the real one."""
+def ceph(directory, *, tcp_nodelay=True):
+    """Ceph's RADOS Gateway over one monitor, one manager and one OSD: the real one.
+
+    Without ``tcp_nodelay``, which is how Ceph 16 comes, every small answer takes 40 ms.
+    """
     if not all(map(shutil.which, ("radosgw", "ceph-mon", "ceph-osd", "ceph-mgr", "radosgw-admin"))):
         raise MissingError("radosgw, ceph-mon, ceph-osd and ceph-mgr are not installed")
     port = free_port()
@@ -114,7 +117,7 @@ def ceph(directory):
     try:
         with log.open("wb") as out:
             done = subprocess.run(
-                ["bash", str(script), str(directory), str(port)],
+                ["bash", str(script), str(directory), str(port), f"tcp_nodelay={tcp_nodelay:d}"],
                 env=environment,
                 stdout=out,
                 stderr=subprocess.STDOUT,

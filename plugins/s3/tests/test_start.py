@@ -61,6 +61,8 @@ def test_a_store_that_is_down_is_unavailable(opened):
         ({"bucket": "b", "access_key_id": "a"}, "go together"),
         ({"bucket": "b", "profile": "p", "anonymous": True}, "one of"),
         ({"bucket": "b", "direct_put": "on", "checksum": "sha256"}, "direct_put"),
+        ({"bucket": "b", "express": True}, "--x-s3"),
+        ({"bucket": "b--x-s3", "express": True, "endpoint": "http://example.com"}, "no endpoint"),
         ({"bucket": "b", "prefix": "a//b"}, "//"),
         ({"bucket": "b", "ca_file": "/nowhere.pem"}, "ca_file"),
         ({"bucket": "b", "profile": "nobody"}, "no profile 'nobody'"),
