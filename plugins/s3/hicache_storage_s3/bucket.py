@@ -1,8 +1,13 @@
-"""Removes pages: some, a namespace's, or the oldest. Every removal changes its namespace's token."""
+"""Removes pages: some, a namespace's, or the oldest.
+
+Every removal changes its namespace's token twice: before, so that nothing said until then is believed,
+even should this process die; and after, for what was said meanwhile.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -36,11 +41,8 @@ def delete(client: Client, removals: Removals, keys: Sequence[str]) -> None:
     """Remove these pages. Raises StorageError; some may be gone then."""
     if not keys:
         return
-    try:
+    with _announced(removals, {key.partition("/")[0] for key in keys}):
         client.delete(keys)
-    finally:
-        for digest in {key.partition("/")[0] for key in keys}:
-            removals.removed(digest)
 
 
 def clear_namespace(client: Client, digest: str) -> Iterator[Stored]:
@@ -88,16 +90,24 @@ def remove(
     """
     removed = Removed()
     for some in _chunks(objects, LIST_PAGE):
-        try:
+        with _announced(removals, {one.digest for one in some}):
             client.delete_paths([one.path for one in some])
-        finally:
-            for digest in {one.digest for one in some}:
-                removals.removed(digest)
         removed.objects += len(some)
         removed.nbytes += sum(one.nbytes for one in some)
         if progress is not None:
             progress(removed)
     return removed
+
+
+@contextmanager
+def _announced(removals: Removals, digests: set[str]) -> Iterator[None]:
+    for digest in digests:
+        removals.change(digest)
+    try:
+        yield
+    finally:
+        for digest in digests:
+            removals.change(digest)
 
 
 def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -3,7 +3,8 @@
 A page counts as present only when one of these says so:
 
 - the store, asked for this very page (HEAD), now;
-- a sighting: within ``positive_seconds``, the store answered for this page, or took it from us;
+- a sighting: within ``positive_seconds``, the store took this page from us, or answered for it and
+  it was too young for lifecycle rules;
 - a run record, written after its pages were stored and not older than what lifecycle rules leave
   alone (``retention_days``).
 
@@ -83,16 +84,14 @@ class Lookup:
             present |= _Question(self, digest, list(asked)).answer()
         return [key in present for key in keys]
 
-    def stored(self, created: Sequence[str], there: Sequence[str], token: str | None) -> None:
-        """Take note of pages just created, and of others found there, since ``token`` was read.
+    def stored(self, created: Sequence[str], token: str | None) -> None:
+        """Take note of pages created since ``token`` was read.
 
         Writes a run record when one is due; that may fail, and nothing is lost but requests.
         """
-        if token is None:
+        if token is None or not created:
             return
-        self.sightings.add([*created, *there], token)
-        if not self.use_runs or not created:
-            return
+        self.sightings.add(created, token)
         digest = created[0].partition("/")[0]
         with self._lock:
             recent = self._recent.setdefault(digest, RecentPages())
@@ -125,12 +124,18 @@ class Lookup:
         if found is None:
             return None
         raw, stored_at = found
-        age = datetime.now(timezone.utc) + self._offset - stored_at
-        return decode(raw) if age < self._believed else None
+        return decode(raw) if self._young(stored_at) else None
 
-    def head(self, key: str) -> bool:
-        """Ask for one page. Raises StorageError."""
-        return self._persistence.call(lambda: self._client.head(key)) is not None
+    def head(self, key: str) -> bool | None:
+        """Ask for one page: whether it is young enough to be remembered, None when it is not there.
+
+        Raises StorageError.
+        """
+        found = self._persistence.call(lambda: self._client.head(key))
+        return None if found is None else self._young(found["last_modified"])
+
+    def _young(self, stored_at: datetime) -> bool:
+        return datetime.now(timezone.utc) + self._offset - stored_at < self._believed
 
 
 class _Question:
@@ -195,18 +200,21 @@ class _Question:
         while start < len(unknown):
             part = unknown[start : start + wave]
             answers = ask(self._lookup.pool, [partial(self._lookup.head, key) for key in part])
-            there = []
+            there, young = [], []
             for i, key in enumerate(part):
                 try:
-                    if answers[i]:
+                    remember = answers[i]
+                    if remember is not None:
                         there.append(key)
+                    if remember:
+                        young.append(key)
                 except ClosedError:
                     raise
                 except StorageError as error:
                     errors += 1
                     last = error
             self._present.update(there)
-            self._lookup.sightings.add(there, token)
+            self._lookup.sightings.add(young, token)
             if errors == start + len(part) and not self._present:
                 raise last
             if not there:

@@ -1,4 +1,4 @@
-"""The removal token of a namespace: changed after every removal by a client of ours.
+"""The removal token of a namespace: changed before and after every removal by a client of ours.
 
 A token read before a page was seen, and still the same later, says that no client of ours has
 removed any page in between. It is one small object a namespace, so checking it is one request,
@@ -51,8 +51,8 @@ class Removals:
         known = self._known.get(digest)
         return None if known is None else known[1]
 
-    def removed(self, digest: str) -> None:
-        """Change the token: pages of this namespace have just been removed. Raises StorageError."""
+    def change(self, digest: str) -> None:
+        """Nobody believes any more what was said of this namespace's pages. Raises StorageError."""
         token = uuid.uuid4().hex
         self._persistence.call(lambda: self._client.put(f"{digest}/{TOKEN}", token.encode(), create=False))
         with self._lock:

@@ -176,7 +176,6 @@ class _Store:
         by_key = dict(zip((keys[i] for i in todo), found, strict=True))
         self.lookup.stored(
             [keys[i] for i in todo if by_key[keys[i]] and created[i]],
-            [keys[i] for i in todo if by_key[keys[i]] and not created[i]],
             token,
         )
         return [by_key[key] for key in keys]

@@ -1,8 +1,8 @@
 # Starts Ceph's RADOS Gateway in DIR on 127.0.0.1:PORT, all daemons in the background.
-#   KEY_ID=... KEY_SECRET=... bash rgw.sh DIR PORT [FRONTEND OPTIONS]
+#   KEY_ID=... KEY_SECRET=... bash rgw.sh DIR PORT MONITOR_PORT [FRONTEND OPTIONS]
 # It ends when the gateway answers; the process ids are in DIR/run/*.pid.
 set -eu
-D=$(realpath -m "$1"); P=$2; M=$((P+1)); mkdir -p "$D"/{mon,mgr,osd,run,log,rgw}; cd "$D"
+D=$(realpath -m "$1"); P=$2; M=$3; mkdir -p "$D"/{mon,mgr,osd,run,log,rgw}; cd "$D"
 [ -f fsid ] || cat /proc/sys/kernel/random/uuid > fsid
 cat > ceph.conf <<C
 [global]
@@ -44,6 +44,6 @@ fi
 ceph-mon -i a; ceph-mgr -i x
 if [ ! -f osd/type ]; then u=$(cat /proc/sys/kernel/random/uuid); ceph osd new "$u"; ceph-osd -i 0 --mkfs --osd-uuid "$u"; fi
 ceph-osd -i 0
-timeout 90 radosgw -n client.rgw.a --keyring "$D/keyring" --rgw-data "$D/rgw" --rgw-frontends "beast endpoint=127.0.0.1:$P ${3:-}"
+timeout 90 radosgw -n client.rgw.a --keyring "$D/keyring" --rgw-data "$D/rgw" --rgw-frontends "beast endpoint=127.0.0.1:$P ${4:-}"
 for i in $(seq 300); do (echo > "/dev/tcp/127.0.0.1/$P") 2>/dev/null && break; sleep 0.2; done
 [ -f user ] || radosgw-admin user create --uid=kv --display-name=kv --access-key="$KEY_ID" --secret="$KEY_SECRET" > user

@@ -5,6 +5,7 @@ import http.client
 import importlib.util
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -109,7 +110,7 @@ def ceph(directory, *, tcp_nodelay=True):
     """
     if not all(map(shutil.which, ("radosgw", "ceph-mon", "ceph-osd", "ceph-mgr", "radosgw-admin"))):
         raise MissingError("radosgw, ceph-mon, ceph-osd and ceph-mgr are not installed")
-    port = free_port()
+    port, monitor_port = free_port(), free_port()
     server = Server("ceph", port, "ceph-id", "ceph-secret")
     script = Path(__file__).with_name("rgw.sh")
     environment = {**os.environ, "KEY_ID": server.key_id, "KEY_SECRET": server.secret}
@@ -117,7 +118,14 @@ def ceph(directory, *, tcp_nodelay=True):
     try:
         with log.open("wb") as out:
             done = subprocess.run(
-                ["bash", str(script), str(directory), str(port), f"tcp_nodelay={tcp_nodelay:d}"],
+                [
+                    "bash",
+                    str(script),
+                    str(directory),
+                    str(port),
+                    str(monitor_port),
+                    f"tcp_nodelay={tcp_nodelay:d}",
+                ],
                 env=environment,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -135,9 +143,12 @@ def ceph(directory, *, tcp_nodelay=True):
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that no client's connection takes meanwhile: those come from 32768 up."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

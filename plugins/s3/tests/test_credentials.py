@@ -4,7 +4,7 @@ import configparser
 import io
 import json
 import threading
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -73,7 +73,7 @@ class Issuer:
 
     def credentials(self, sts):
         got = sts.get_session_token()["Credentials"]
-        ends = datetime.now(timezone.utc) + timedelta(seconds=1)
+        ends = datetime.now(timezone.utc)
         return json.dumps(
             {
                 "Code": "Success",

@@ -141,6 +141,53 @@ def test_records_older_than_the_retention_are_not_believed(opened, namespace, to
     assert reader.batch_exists(keys) == [True] * 100 + [False] * 28
 
 
+def test_a_page_old_enough_for_a_rule_is_asked_for_each_time(opened, namespace, tools):
+    """A lifecycle rule may remove it at any moment, so having seen it proves nothing."""
+    keys = chain(namespace, 4)
+    writer = opened()
+    store(writer, keys, tools)
+    reader = opened()
+    reader._opened.lookup._offset += timedelta(days=1)
+    for turn in range(2):
+        found, sent = tools.sent(reader, lambda: reader.batch_exists(keys))
+        assert (found, sent) == ([True] * 4, {"HEAD": 4}), turn
+    writer._opened.client.delete(keys[:2])
+    assert reader.batch_exists(keys) == [False, False, True, True]
+
+
+def test_a_client_that_dies_while_it_removes_leaves_nothing_to_believe(opened, namespace, tools, monkeypatch):
+    keys = chain(namespace)
+    writer, reader = opened(), opened()
+    store(writer, keys, tools)
+    assert reader.batch_exists(keys) == [True] * 128
+    real = writer._opened.client.delete
+
+    def removed_and_died(keys):
+        real(keys)
+        monkeypatch.setattr(writer._opened.lookup.removals, "change", lambda _: None)
+
+    monkeypatch.setattr(writer._opened.client, "delete", removed_and_died)
+    writer.delete(keys[40:50])
+    assert reader.batch_exists(keys) == [not 40 <= i < 50 for i in range(128)]
+
+
+def test_two_writers_of_one_prefix_leave_few_requests_to_its_readers(opened, namespace, tools):
+    """Each page is stored by whoever comes first, as when two servers compute the same prompt."""
+    counts = []
+    for seed in range(3):
+        keys = chain(namespace, seed=seed)
+        source = random.Random(seed)
+        owners = {key: source.randrange(2) for key in keys}
+        for number, writer in enumerate((opened(), opened())):
+            mine = [key for key in keys if owners[key] == number]
+            assert all(writer.batch_set_from(mine, [tools.filled(key, SIZE) for key in mine]))
+        reader = opened()
+        found, sent = tools.sent(reader, lambda reader=reader, keys=keys: reader.batch_exists(keys))
+        assert found == [True] * 128
+        counts.append(sum(sent.values()))
+    assert sorted(counts)[1] <= 8, counts  # a hash may fall badly once
+
+
 def test_a_page_removed_by_strangers_is_a_miss_and_its_record_goes(opened, namespace, tools):
     keys = chain(namespace)
     writer = opened()
