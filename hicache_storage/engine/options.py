@@ -41,7 +41,8 @@ class EngineOptions:
     hicache_ratio: float = 2.0
     """Pages of L2 for each page of L1; L2 must be larger than L1."""
     hicache_size: float | None = None
-    """Size of L2 in GB (10**9 bytes) on each rank; overrides ``hicache_ratio``."""
+    """Size of L2 in GB (10**9 bytes) on each rank; overrides ``hicache_ratio``, unless it is 0 (SGLang's
+    default)."""
     mem_layout: str = "layer_first"
     """Order of the axes in L2; see ``layouts``."""
     io_backend: str = "direct"

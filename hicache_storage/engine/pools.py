@@ -132,11 +132,9 @@ def pool_slots(
     l1_slots = l1_tokens // page_size
     if l1_slots < 1:
         raise SettingsError(f"l1_tokens {l1_tokens} hold no page of {page_size} tokens")
-    wanted = l1_slots * hicache_ratio if hicache_size is None else hicache_size * 1e9 / page_nbytes
+    wanted = hicache_size * 1e9 / page_nbytes if hicache_size else l1_slots * hicache_ratio
     if not (math.isfinite(wanted) and int(wanted) > l1_slots):
-        given = (
-            f"hicache_ratio {hicache_ratio}" if hicache_size is None else f"hicache_size {hicache_size} (GB)"
-        )
+        given = f"hicache_size {hicache_size} (GB)" if hicache_size else f"hicache_ratio {hicache_ratio}"
         raise SettingsError(
             f"L2 must be larger than L1, which has {l1_slots} pages; by {given} it has {wanted:g}"
         )

@@ -100,11 +100,12 @@ def test_memory_that_is_not_there_is_a_clear_error():
 def test_the_size_of_l2_is_a_ratio_or_gigabytes():
     assert pool_slots(64, 1 << 20, 64 * 10 + 63, 2.5, None) == (10, 25)
     assert pool_slots(64, 1_000_000, 640, 2.0, 0.05) == (10, 50)
+    assert pool_slots(64, 1_000_000, 640, 3.0, 0) == (10, 30)  # SGLang's default: the ratio decides
 
 
 @pytest.mark.parametrize(
     ("l1_tokens", "ratio", "size"),
-    [(63, 2, None), (640, 1, None), (640, float("nan"), None), (640, 2, 0.001)],
+    [(63, 2, None), (640, 1, None), (640, float("nan"), None), (640, 2, 0.001), (640, 2, -1)],
 )
 def test_pools_of_impossible_sizes_are_refused(l1_tokens, ratio, size):
     with pytest.raises(SettingsError):

@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from hicache_storage import BusyError, Status, UnavailableError
 from hicache_storage.engine import KVShape, TierEngine
 from hicache_storage.engine.radix import Tier
+from hicache_storage.engine.side_pools import SidePool
 from hicache_storage.engine.write_policy import WRITE_POLICIES
 from tests.engine.conftest import MemoryStorage
 
@@ -57,8 +58,11 @@ class EngineMachine(RuleBasedStateMachine):
         write_policy=st.sampled_from(list(WRITE_POLICIES)),
         prefetch_policy=st.sampled_from(["best_effort", "wait_complete", "timeout"]),
         hicache_ratio=st.sampled_from([1.2, 1.5, 3.0]),
+        side_pools=st.sampled_from(
+            [[], [SidePool.mamba(SHAPE)], [SidePool.swa(SHAPE, 2), SidePool.indexer(SHAPE)]]
+        ),
     )
-    def open(self, write_policy, prefetch_policy, hicache_ratio):
+    def open(self, write_policy, prefetch_policy, hicache_ratio, side_pools):
         self.threads = ThreadPoolExecutor(1)
         self.storage = MoodyStorage()
         self.engine = TierEngine(
@@ -69,6 +73,7 @@ class EngineMachine(RuleBasedStateMachine):
             write_policy=write_policy,
             prefetch_policy=prefetch_policy,
             hicache_ratio=hicache_ratio,
+            side_pools=side_pools,
             prefetch_threshold=PAGE,
             prefetch_timeout_base=0.005,
             backup_wait=0.002,
