@@ -121,16 +121,16 @@ _lock = threading.Lock()
 def acquire(settings: MooncakeSettings, ranks: tuple[tuple[str, int, int], ...]) -> Client:
     """The client for these settings, made when there is none. Give it back with ``release``.
 
-    Raises UnavailableError when no master answers, before Mooncake is asked, SettingsError when it does
-    not know the tenant, and UnsupportedError in a process that was forked from one with a client.
+    Raises UnavailableError when no master answers, before Mooncake is asked for anything, SettingsError
+    when it does not know the tenant, and UnsupportedError in a process forked from one with a client.
     """
     forked.check()
     identity = _identify(settings, ranks)
     with _lock:
         client = _clients.get(identity)
+        master = Master(settings.master_server_address, settings.master_metrics_port)
+        master.wait(CHECK_SERVER_SECONDS if settings.check_server else OPEN_SECONDS)
         if client is None:
-            master = Master(settings.master_server_address, settings.master_metrics_port)
-            master.wait(CHECK_SERVER_SECONDS if settings.check_server else OPEN_SECONDS)
             if settings.metadata_server != "P2PHANDSHAKE":
                 Master(settings.metadata_server, settings.master_metrics_port).wait(OPEN_SECONDS)
             _check_tenant(settings.tenant_id, master)

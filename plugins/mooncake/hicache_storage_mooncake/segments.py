@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 from typing import Any
 
 from hicache_storage import UnavailableError
+
+logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 1
 """A segment that is taken back gets no more pages at once, and is freed after this long: whoever is
@@ -32,6 +35,7 @@ class Segments:
         self._protocol = protocol
         self._lock = threading.Lock()
         self._mounted: dict[int, _Mounted] = {}
+        self._left: list[str] = []
 
     def mount(self, nbytes: int) -> None:
         """Contribute a segment of this size, or share the one there is; 0 is none.
@@ -43,6 +47,8 @@ class Segments:
         with self._lock:
             mounted = self._mounted.get(nbytes)
             if mounted is None:
+                if self._left and self._store.unmount_and_free_segment(self._left, 0) == 0:
+                    self._left = []
                 answer = self._store.allocate_and_mount_segment(nbytes, self._protocol, "*")
                 mounted = _Mounted(list(answer.get("segment_ids", ())))
                 if answer["ret"] != 0 or answer["allocated_size"] < nbytes:
@@ -55,12 +61,16 @@ class Segments:
             mounted.users += 1
 
     def unmount(self, nbytes: int) -> None:
-        """Take back one ``mount``."""
+        """Take back one ``mount``. Where the master does not answer, the next ``mount`` comes back to it."""
         if nbytes == 0:
             return
         with self._lock:
             mounted = self._mounted[nbytes]
             mounted.users -= 1
-            if not mounted.users:
-                del self._mounted[nbytes]
-                self._store.unmount_and_free_segment(mounted.ids, GRACE_SECONDS)
+            if mounted.users:
+                return
+            del self._mounted[nbytes]
+            code = self._store.unmount_and_free_segment(mounted.ids, GRACE_SECONDS)
+            if code != 0:
+                self._left += mounted.ids
+                logger.warning("a segment of %d bytes stays mounted (Mooncake's code %d)", nbytes, code)

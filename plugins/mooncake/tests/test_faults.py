@@ -233,6 +233,28 @@ def test_a_hung_owner_ends_with_the_deadline(cluster, stack, memory):
     assert took < 0.5 + LATE
 
 
+def test_closing_and_opening_beside_a_hung_master_pauses_nobody_and_breaks_nothing(
+    cluster, tools, monkeypatch
+):
+    from hicache_storage_mooncake import client
+
+    monkeypatch.setattr(client, "OPEN_SECONDS", 0.2)
+    own = {"global_segment_size": "32mb"}
+    storage = cluster.open(**own)
+    storage.set(tools.NAMESPACE.key("a"), memoryview(b"before"))
+    cluster.master.pause()
+    with Pauses() as pauses:
+        _, took = timed(storage.close)
+        assert took < 1.0 + 1.5  # rpc_seconds, and what else of Mooncake's waits for the master
+        with pytest.raises(UnavailableError):
+            cluster.open(**own)
+    assert pauses.longest < LATE
+    cluster.master.resume()
+    reopened = cluster.open(**own)
+    reopened.set(tools.NAMESPACE.key("b"), memoryview(b"after"))
+    assert reopened.get(tools.NAMESPACE.key("b")) == b"after"
+
+
 def test_a_master_is_alive_when_it_reacts(cluster):
     server = endpoints(cluster.master.address)[0]
     assert answers(server, 1.0)
