@@ -177,6 +177,7 @@ class DecodeEngine:
         The last page, if it is not full, is the next prefill's to compute.
         """
         with self._lock:
+            self._check_open()
             self._check_decoding(request)
             self._decoding.remove(request)
             offloaded = self._offload(request, 1)
@@ -188,6 +189,7 @@ class DecodeEngine:
         """Wait until nothing is on its way to L3; False when ``timeout`` seconds passed."""
         ends_at = None if timeout is None else time.monotonic() + timeout
         with self._lock:
+            self._check_open()
             while self._in_flight:
                 if not self._handle_event(None if ends_at is None else ends_at - time.monotonic()):
                     return False

@@ -175,6 +175,7 @@ class TierEngine:
     def wait_for_backup(self, timeout: float | None = None) -> bool:
         """Wait until nothing is on its way to or from L3; False when ``timeout`` seconds passed."""
         with self._lock:
+            self._check_open()
             return self._tiers.traffic.settle(timeout)
 
     def attach(self, storage: HiCacheStorage) -> None:

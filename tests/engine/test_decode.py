@@ -160,15 +160,18 @@ def test_a_mistake_is_a_clear_error(storage, mistake):
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_a_closed_decode_engine_leaves_nothing_behind(storage):
+def test_a_closed_decode_engine_leaves_nothing_behind(storage, gate):
+    storage.before["set"] = gate
     engine = decode_engine(storage)
+    request = engine.begin(PROMPT)
     decode(engine, PROMPT, ANSWER)
-    assert engine.wait_for_backup(10)
+    gate.opened.set()
     engine.close()
     engine.close()
     assert storage.registered == []
-    with pytest.raises(ClosedError):
-        engine.begin(PROMPT)
+    for call in (lambda: engine.begin(PROMPT), lambda: engine.finish(request), engine.wait_for_backup):
+        with pytest.raises(ClosedError):
+            call()
 
 
 DECODE_IN_ANOTHER_PROCESS = """

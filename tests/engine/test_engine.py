@@ -353,6 +353,9 @@ def test_closing_twice_is_fine_and_using_a_closed_engine_is_not(storage):
     for call in (engine.prefill, engine.prefetch):
         with pytest.raises(ClosedError):
             call(prompt(1))
+    for call in (engine.flush_l1, engine.flush_l2, engine.wait_for_backup):
+        with pytest.raises(ClosedError):
+            call()
 
 
 def test_a_call_that_never_returns_does_not_hold_up_close_for_ever(storage, gate, monkeypatch, caplog):
