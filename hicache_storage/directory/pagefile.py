@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 
@@ -27,6 +28,8 @@ def open_page(directory: Directory, name: str, flags: int = 0) -> int | Status:
     except OSError as error:
         if error.errno in NOT_A_PAGE:
             return Status.CORRUPT
+        if error.errno == errno.EINVAL and flags & os.O_DIRECT:  # a directory, for one, cannot
+            return open_page(directory, name, flags & ~os.O_DIRECT)
         raise
 
 

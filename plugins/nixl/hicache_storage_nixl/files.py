@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import stat
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -42,9 +41,6 @@ from hicache_storage_nixl.writing import Writing
 
 logger = logging.getLogger(__name__)
 
-MAX_FILES = 128
-"""Files open in one stream; fewer where the process may not have so many."""
-
 
 class Files:
     """Thread-safe. Calls end by their deadline."""
@@ -64,7 +60,6 @@ class Files:
         """Raises SettingsError for settings that this disk cannot honour, StorageError otherwise."""
         if settings.root is None:
             raise SettingsError("root: the directory for the pages is not set")
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         with ExitStack() as undo:
             self._lookups = BatchPool(2, "hicache-nixl-lookup")
             undo.callback(self._lookups.close)
@@ -76,7 +71,7 @@ class Files:
                 raise translate(error) from error
             undo.pop_all()
         self._directory = directory
-        self._access = Access(directory, transfers, direct, max(1, min(MAX_FILES, soft // 16)))
+        self._access = Access(directory, transfers, direct)
         self._memory = SlotMemory(transfers, settings.in_flight // settings.threads)
         self._readers = Streams("hicache-nixl-read", settings.threads, self._memory)
         self._writers = Streams("hicache-nixl-write", settings.threads, self._memory)

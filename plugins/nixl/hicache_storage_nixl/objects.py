@@ -33,9 +33,11 @@ from hicache_storage import (
 )
 from hicache_storage.batch_pool import BatchPool, Lease
 from hicache_storage.buffers import copy
+from hicache_storage.deadline import time_left
 from hicache_storage.directory.bounded import in_time
 from hicache_storage.directory.settings import RoomSettings
 from hicache_storage_nixl.agent import Agent
+from hicache_storage_nixl.exits import inside
 from hicache_storage_nixl.settings import NixlSettings
 from hicache_storage_nixl.slots import SlotMemory
 from hicache_storage_nixl.streams import Slots, Streams, live
@@ -45,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 MAX_OBJECTS = 64
 """Objects in flight in one stream; the store's own threads take them one by one."""
+
+ASKED_AT_ONCE = 16
+"""Keys of one question; NIXL asks for each that it gets, even when the store is dead."""
 
 FILES_ONLY = {"root", "direct_io", *RoomSettings.model_fields}
 
@@ -77,7 +82,6 @@ class Objects:
         self._agent = agent
         self._transfers = transfers
         self._memory = SlotMemory(transfers, settings.in_flight // settings.threads)
-        # exists, which asks one key at a time inside NIXL, and what a failed read asks
         self._lookups = BatchPool(4, "hicache-nixl-lookup")
         self._readers = Streams("hicache-nixl-read", settings.threads, self._memory)
         self._writers = Streams("hicache-nixl-write", settings.threads, self._memory)
@@ -219,14 +223,20 @@ class Objects:
         return [i for i, found in zip(failed, there, strict=True) if found]
 
     def _present(self, keys: Sequence[str]) -> list[bool]:
-        if not keys:
-            return []
-        asked = [(0, 0, *self._target(key)) for key in keys]
-        try:
-            found = self._agent.api.query_memory(asked, self._agent.nixl_name, mem_type=self._agent.kind)
-        except self._agent.refusals as error:
-            raise UnavailableError(f"the store cannot be asked: {error}") from error
-        return [facts is not None for facts in found]
+        found: list[bool] = []
+        for at in range(0, len(keys), ASKED_AT_ONCE):
+            if time_left() == 0.0:
+                raise DeadlineError("the store did not say in time")
+            asked = [(0, 0, *self._target(key)) for key in keys[at : at + ASKED_AT_ONCE]]
+            try:
+                with inside(self._agent.api):
+                    facts = self._agent.api.query_memory(
+                        asked, self._agent.nixl_name, mem_type=self._agent.kind
+                    )
+            except self._agent.refusals as error:
+                raise UnavailableError(f"the store cannot be asked: {error}") from error
+            found += [fact is not None for fact in facts]
+        return found
 
     def _head(self, key: str) -> bytes | None:
         """The mark that an object begins with; None when there is no object."""

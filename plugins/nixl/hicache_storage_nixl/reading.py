@@ -45,7 +45,7 @@ class Reading:
 
     def run(self, streams: Streams, *, direct: bool) -> list[Status]:
         """Read the pages and say what became of each. Raises RequestError, ClosedError."""
-        in_time = streams.run(self._sizes, self._access.max_files, self._stream, direct=direct)
+        in_time = streams.run(self._sizes, self._access.at_a_time(), self._stream, direct=direct)
         if self._refused is not None:
             raise self._refused
         statuses = list(self._statuses)  # a stream that is late goes on changing its own

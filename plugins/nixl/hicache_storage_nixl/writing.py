@@ -68,7 +68,7 @@ class Writing:
 
         sizes = [self._objects[i].nbytes for i in numbers]
         try:
-            in_time = streams.run(sizes, self._access.max_files, stream, direct=direct)
+            in_time = streams.run(sizes, self._access.at_a_time(), stream, direct=direct)
         except ClosedError:
             self._writer.release([self._objects[i] for i in todo])
             raise
