@@ -11,6 +11,7 @@ pages lie; a stand-in pool answers with the pages of the call in progress.
 from __future__ import annotations
 
 import functools
+import mmap
 import threading
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -68,7 +69,7 @@ class StandInPool:
 
         self._page_nbytes = page_nbytes
         self.dtype = torch.uint8
-        self.kv_buffer: Any = torch.empty(0, dtype=torch.uint8)
+        self.kv_buffer: Any = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
         self._moving = threading.local()
 
     @contextmanager
@@ -87,6 +88,10 @@ class StandInPool:
     def get_ksize_per_token(self) -> int:
         """Bytes of its K half."""
         return self._page_nbytes // 2
+
+    def is_stride_page_aligned(self, nbytes: int = 4096) -> bool:
+        """Whether O_DIRECT can take L2; that pages lie as it does is up to who cut them."""
+        return int(self.kv_buffer.data_ptr()) % nbytes == 0
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
         """Addresses and sizes in bytes of the pages with these indices, one after the other."""
@@ -219,12 +224,16 @@ class ZeroCopyBuiltin(Builtin):
 
         SGLang's interface has no way to take a registration back.
         """
-        register = getattr(self.backend, "register_buffer", None)
-        if register is not None:
-            import torch
+        import torch
 
+        memory = torch.frombuffer(buffer.view, dtype=torch.uint8)
+        register = getattr(self.backend, "register_buffer", None)
+        if register is None:  # then it takes memory from the pool alone
+            self._pool.kv_buffer = memory
+            self.backend.register_mem_pool_host(self._pool)
+        else:
             try:
-                register(torch.frombuffer(buffer.view, dtype=torch.uint8))
+                register(memory)
             except RuntimeError as error:
                 raise BufferMismatchError(
                     f"sglang:{self.name} refuses {buffer.nbytes} bytes at {buffer.address:#x}: {error}"

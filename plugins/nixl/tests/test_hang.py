@@ -1,5 +1,8 @@
 """Stores that do not answer: every call ends by its deadline, and nothing touches the page afterwards."""
 
+import json
+import subprocess
+import sys
 import threading
 import time
 
@@ -130,3 +133,25 @@ def test_closing_does_not_wait_for_a_store_that_hangs(own_server, objects, memor
     storage.close()
     assert time.monotonic() - started < 20
     own_server.resume()
+
+
+ENDS = """
+import json, sys
+from hicache_storage import open_storage
+limits = {"exists_seconds": 0.5, "get_seconds": 0.5, "set_seconds": 0.5}
+storage = open_storage("nixl", {"plugin": "obj", "params": json.loads(sys.argv[1]), **limits})
+storage.set("page", memoryview(b"x"))
+print("stored", flush=True)
+sys.stdin.readline()
+assert storage.batch_exists(["page"]) == [False]
+sys.exit(3)
+"""
+
+
+def test_a_process_ends_with_its_status_while_its_store_hangs(own_server):
+    command = [sys.executable, "-c", ENDS, json.dumps(own_server.params())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "stored\n"
+        own_server.pause()
+        process.communicate("go on\n", timeout=60)
+    assert process.returncode == 3
