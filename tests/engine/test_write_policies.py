@@ -131,3 +131,25 @@ def test_write_back_goes_on_when_l2_has_no_room(storage, gate):
         storage.before.clear()
         assert engine.wait_for_backup(10)
         assert engine.prefill(prompt(12, 9)).wrong_bytes == 0
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_a_page_that_left_l2_and_was_computed_again_leaves_both_tiers_after_its_children(policy):
+    """The order of events that SGLang's issue 19212 crashed at: a parent taken for a leaf of L2."""
+    with open_engine(None, policy) as engine:
+        for _ in range(2):
+            engine.prefill(prompt(3))
+        engine.flush_l1()
+        leaf, slot = engine._tiers.tree.evict(Tier.L2)
+        engine._tiers.l2.free([slot])
+        assert leaf.page_hash == page_hashes(prompt(3), PAGE)[2]
+        assert engine.prefill(prompt(3)).sources == (Source.L2, Source.L2, Source.RECOMPUTED)
+        engine.prefill(prompt(3))
+        order = []
+        while evicted := engine._tiers.tree.evict(Tier.L2):
+            order.append(evicted[0].page_hash)
+            engine._tiers.l2.free([evicted[1]])
+        known = 2 if policy == "write_back" else 3  # the leaf has not left L1
+        assert order == page_hashes(prompt(3), PAGE)[:known][::-1]
+        assert engine.flush_l1() == 3
+        assert engine.prefill(prompt(3)).wrong_bytes == 0
