@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,13 +75,21 @@ def test_the_engine_runs_on_sglangs_file_backend(storage_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "missing", "says"),
     [
-        ("mooncake", "pip install mooncake-transfer-engine"),
-        ("nixl", "pip install nixl"),
-        ("fiel", "SGLang has no backend 'fiel'; it has .*file"),
+        ("mooncake", ["mooncake"], "pip install mooncake-transfer-engine"),
+        ("nixl", ["nixl", "nixl._api"], "pip install nixl"),
     ],
 )
-def test_what_is_missing_is_named_with_what_to_install(name: str, says: str) -> None:
+def test_what_is_missing_is_named_with_what_to_install(
+    name: str, missing: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in missing:
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(SettingsError, match=says):
         open_storage(f"sglang:{name}", {}, SPACE)
+
+
+def test_a_mistyped_builtin_is_told_from_those_that_there_are() -> None:
+    with pytest.raises(SettingsError, match=r"SGLang has no backend 'fiel'; it has .*file"):
+        open_storage("sglang:fiel", {}, SPACE)
