@@ -64,15 +64,20 @@ conformance: $(VENV)/.ready
 
 # Backends that fail some case make no error here: the page says which.
 REPORTS := build/reports
-conformance-matrix: $(VENV)/.ready
+conformance-matrix: $(VENV)/.clients
 	@sh tests_sglang/setup_env.sh 0.5.23 && mkdir -p $(REPORTS)
 	-@PYTHONPATH=examples $(BIN)/hicache-conformance --backend file --seed 1 --json $(REPORTS)/file.json
 	-@PYTHONPATH=examples $(BIN)/hicache-conformance --backend dict_backend:DictStorage --seed 1 \
 		--json $(REPORTS)/dict.json
 	-@PYTHONPATH=tests_sglang:tests_sglang/at_start .venv-sglang-0.5.23/bin/hicache-conformance \
 		--backend sglang:file --set 'file_storage_path={tmp}' --seed 1 --json $(REPORTS)/sglang-file.json
-	@$(BIN)/hicache-conformance compare $(REPORTS)/file.json $(REPORTS)/dict.json $(REPORTS)/sglang-file.json \
-		--markdown $(REPORTS)/matrix.md
+	-@$(BIN)/hicache-storage mooncake up -- \
+		$(BIN)/hicache-conformance --backend mooncake --seed 1 --json $(REPORTS)/mooncake.json
+	-@PYTHONPATH=tests_sglang:tests_sglang/at_start $(BIN)/hicache-storage mooncake up -- \
+		.venv-sglang-0.5.23/bin/hicache-conformance --backend sglang:mooncake --seed 1 \
+		--json $(REPORTS)/sglang-mooncake.json
+	@$(BIN)/hicache-conformance compare $(REPORTS)/file.json $(REPORTS)/dict.json $(REPORTS)/mooncake.json \
+		$(REPORTS)/sglang-file.json $(REPORTS)/sglang-mooncake.json --markdown $(REPORTS)/matrix.md
 	@sed -i '/^<!-- below: /q' docs/conformance.md && cat $(REPORTS)/matrix.md >> docs/conformance.md
 
 bench: $(VENV)/.ready

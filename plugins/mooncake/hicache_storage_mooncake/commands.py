@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import threading
 import time
 from contextlib import ExitStack
@@ -17,7 +19,7 @@ import typer
 from hicache_storage import SettingsError, UnavailableError
 from hicache_storage_mooncake.doctor import doctor
 from hicache_storage_mooncake.processes import Log, start_master, start_owner
-from hicache_storage_mooncake.settings import MIN_SEGMENT_NBYTES, size_nbytes
+from hicache_storage_mooncake.settings import ENVIRONMENT, MIN_SEGMENT_NBYTES, size_nbytes
 
 app = typer.Typer(name="mooncake", help="Try out Mooncake on this machine.", no_args_is_help=True)
 
@@ -37,8 +39,11 @@ def up(
         str, typer.Option(metavar="SIZE", help="Memory of a store process; 0 for none.")
     ] = "1gb",
     log: Annotated[Path | None, typer.Option(help="A file for what the processes say.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="Run this, with the settings in its environment, and stop.")
+    ] = None,
 ) -> None:
-    """Start a master, and a store process, until Ctrl-C; print the settings to use.
+    """Start a master, and a store process, until Ctrl-C or until COMMAND ends; print the settings to use.
 
     The master listens on loopback. The store, like every Mooncake client, listens on all
     interfaces: keep it behind a firewall.
@@ -61,6 +66,8 @@ def up(
             "protocol": "tcp",
             "global_segment_size": 0 if nbytes else "1gb",
         }
+        if command:
+            raise typer.Exit(_run(command, settings))
         print(f"master at {servers[0].address}, its metrics at http://127.0.0.1:{metrics_port}/metrics")
         print(f"store of {nbytes >> 20} MiB" if nbytes else "no store: each client contributes memory")
         print("settings:", json.dumps(settings))
@@ -75,6 +82,15 @@ def up(
         print("stopping", flush=True)
         started = time.monotonic()
     print(f"stopped in {time.monotonic() - started:.1f} s")
+
+
+def _run(command: list[str], settings: dict[str, object]) -> int:
+    """The exit status of a command that finds the store where SGLang would look for it."""
+    found = {name: str(settings[key]) for name, key in ENVIRONMENT.items() if key in settings}
+    try:
+        return subprocess.run(command, env={**os.environ, **found}, check=False).returncode  # noqa: S603
+    except OSError as error:
+        raise SettingsError(f"{command[0]}: {error.strerror}") from error
 
 
 @app.command("doctor")

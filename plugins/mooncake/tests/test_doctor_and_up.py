@@ -133,3 +133,28 @@ def test_up_on_a_port_in_use_says_so(cluster, tools):
     up = subprocess.run([*COMMAND, "up", *flags], capture_output=True, text=True, timeout=60, check=False)
     assert up.returncode == 2
     assert str(cluster.port) in up.stderr
+
+
+@pytest.mark.wheel
+def test_up_runs_a_command_that_finds_the_store_and_ends_with_its_status(tools):
+    flags = [f"--port={tools.free_port()}", f"--metrics-port={tools.free_port()}", "--store=16mb"]
+    script = """
+from hicache_storage import Namespace
+from hicache_storage_mooncake import MooncakeSettings, MooncakeStorage
+with MooncakeStorage(MooncakeSettings(), Namespace()) as storage:
+    storage.set("a/b", memoryview(b"there"))
+    print(bytes(storage.get("a/b")).decode())
+raise SystemExit(3)
+"""
+    command = [*COMMAND, "up", *flags, "--", sys.executable, "-c", script]
+    up = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (up.returncode, up.stdout) == (3, "there\n"), up.stderr
+
+
+@pytest.mark.wheel
+def test_up_says_when_its_command_cannot_be_run(tools):
+    flags = [f"--port={tools.free_port()}", f"--metrics-port={tools.free_port()}", "--store=0"]
+    command = [*COMMAND, "up", *flags, "--", "no-such-command"]
+    up = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert up.returncode == 2
+    assert "no-such-command" in up.stderr
