@@ -56,7 +56,7 @@ class Node:
         self.pins = [0, 0]
         self.hits = 0
         self.stored: Parts = 0
-        self.backing_up = False
+        self.backing_up: Parts = 0
 
     @property
     def in_l3(self) -> bool:

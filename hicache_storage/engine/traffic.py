@@ -57,20 +57,17 @@ class Traffic:
             return
         for node in path:
             node.stored |= node.parts[Tier.L2] & ~self.controller.written  # another rank stores it
-        wanted = [
-            index
-            for index, node in enumerate(path)
-            if node.parts[Tier.L2] & ~node.stored and not node.backing_up
-        ]
+        missing = [node.parts[Tier.L2] & ~node.stored & ~node.backing_up for node in path]
+        wanted = [index for index, parts in enumerate(missing) if parts]
         for batch in batches(len(wanted)):
             indices = wanted[batch]
             nodes = [path[index] for index in indices]
+            parts = [missing[index] for index in indices]
             pinned = path[: indices[-1] + 1]
-            for node in nodes:
-                node.backing_up = True
+            for node, its_parts in zip(nodes, parts, strict=True):
+                node.backing_up |= its_parts
             self._tree.pin(pinned, Tier.L2)
             self._expected_events += 1
-            parts = [node.parts[Tier.L2] & ~node.stored for node in nodes]
             slots = [node.slot(Tier.L2) for node in nodes]
             self.controller.backup(BackupOperation(nodes, pinned, parts, slots))
 
@@ -120,7 +117,7 @@ class Traffic:
 
     def _backup_ended(self, operation: BackupOperation, stored: list[Parts]) -> None:
         for node, wanted, parts in zip(operation.nodes, operation.wanted, stored, strict=True):
-            node.backing_up = False
+            node.backing_up &= ~wanted
             node.stored |= parts
             self._counts.backed_up += parts == wanted
             self._counts.backup_failed += parts != wanted

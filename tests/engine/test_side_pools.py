@@ -135,6 +135,17 @@ def test_a_state_that_was_added_to_a_page_goes_down_with_it(storage, write_polic
         assert sources(engine.prefill(prompt(10)))[-4:] == ["L3"] * 4
 
 
+def test_a_state_that_is_added_while_its_page_is_on_the_way_to_l3_follows_it(storage, gate):
+    storage.before["set"] = gate
+    with open_engine(storage, [MAMBA]) as engine:
+        engine.prefill(prompt(10))
+        assert gate.reached.wait(30)
+        engine.prefill(prompt(6))
+        gate.opened.set()
+        forget(engine)
+        assert sources(engine.prefill(prompt(6))) == ["L3"] * 6
+
+
 def test_one_flipped_byte_of_a_state_is_seen(storage):
     with open_engine(storage, [MAMBA]) as engine:
         engine.prefill(prompt(6))
