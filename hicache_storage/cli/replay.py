@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hicache_storage.cli.cleanup import temporary_directory, terminable
+from hicache_storage.cli.ranks import meet, own_rank
 from hicache_storage.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -82,9 +83,16 @@ def replay(
     hugepages: Annotated[str | None, typer.Option(help="Make L2 of huge pages: 2MB or 1GB.")] = None,
     prefault: Annotated[bool, typer.Option("--prefault", help="Take L2's memory at the start.")] = False,
     device: Annotated[str, typer.Option(help="Where L1 is: cpu or cuda.")] = "cpu",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel ranks, a process each.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages, processes too.")] = 1,
+    tp_lcm_size: Annotated[
+        int | None, typer.Option(min=1, help="Store pages by so many slices of heads (page_head).")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Keep one row a request in this Parquet file.")] = None,
 ) -> None:
     """Replay requests through L1, L2 and L3 and check every byte that comes back.
+
+    With several ranks the report is rank 0's, and a wrong byte on any of them counts.
 
     Exit status: 0, 1 when bytes were wrong, 2 for wrong options, 130 when interrupted.
     """
@@ -97,7 +105,7 @@ def replay(
             raise SettingsError("the engine needs torch: pip install 'hicache-storage[engine]'")
         import torch
 
-        from hicache_storage.engine import EngineOptions, KVShape, TierEngine, resolve
+        from hicache_storage.engine import EngineOptions, KVShape, Place, Shard, TierEngine, resolve
 
         torch.set_num_threads(1)  # copies are small, and the other cores are the storage's
         requests = _requests(trace, seed, max_requests, page_size)
@@ -123,17 +131,21 @@ def replay(
             "backup_wait": _BACKUP_WAIT,
         }
         options, _ = resolve(EngineOptions(page_size, **given))
-        namespace = shape.namespace(page_size, options.mem_layout, model="replay")
-        storage = stack.enter_context(_storage(backend, config, assignments or [], namespace))
-        engine = stack.enter_context(TierEngine(shape, page_size, storage=storage, **given))
+        shard = Shard(shape, Place.of(own_rank(), tp, pp), tp_lcm_size)
+        namespace = shard.namespace(page_size, options.mem_layout, model="replay")
+        storage, root = stack.enter_context(_storage(backend, config, assignments or [], namespace))
+        ranks = stack.enter_context(meet(shard.place, root))
+        engine = stack.enter_context(
+            TierEngine(shape, page_size, storage=storage, ranks=ranks, tp_lcm_size=tp_lcm_size, **given)
+        )
         _announce(str(trace or f"generated workload, seed {seed}"), len(requests), engine, backend)
         rows, summary, finished = _run(engine, requests, queue)
-        _conclude(rows, summary, engine, out)
-    if not finished:
-        typer.echo(f"interrupted after {summary.requests} of {len(requests)} requests", err=True)
-        raise typer.Exit(130)
-    if summary.wrong_bytes:
-        raise typer.Exit(1)
+        _conclude(rows, summary, engine, None if own_rank() else out)
+        if not finished:
+            typer.echo(f"interrupted after {summary.requests} of {len(requests)} requests", err=True)
+            raise typer.Exit(130)
+        if summary.wrong_bytes:
+            raise typer.Exit(1)
 
 
 def _requests(
@@ -155,8 +167,11 @@ def _requests(
 @contextmanager
 def _storage(
     backend: str, config: str | None, assignments: Sequence[str], namespace: Namespace
-) -> Iterator[HiCacheStorage]:
-    """The backend with its layers; one that needs a ``root`` and has none gets a temporary directory."""
+) -> Iterator[tuple[HiCacheStorage, dict[str, str]]]:
+    """The backend with its layers; one that needs a ``root`` and has none gets a temporary directory.
+
+    That is told to other ranks by an environment.
+    """
     from hicache_storage import find_backend, open_storage
     from hicache_storage.settings import environment_prefix, parse_assignments, read_table
 
@@ -166,13 +181,14 @@ def _storage(
         **parse_assignments(assignments),
     }
     fields = getattr(find_backend(backend).Settings, "model_fields", {})
-    is_given = "root" in table or f"{environment_prefix(backend)}ROOT" in os.environ
+    variable = f"{environment_prefix(backend)}ROOT"
+    is_given = "root" in table or variable in os.environ
     rootless = "root" in fields and fields["root"].is_required() and not is_given
     with temporary_directory("hicache-replay-") if rootless else nullcontext() as root:
         if root is not None:
             table["root"] = str(root)
         with open_storage(backend, table, namespace) as storage:
-            yield storage
+            yield storage, {} if root is None else {variable: str(root)}
 
 
 @contextmanager
@@ -225,7 +241,9 @@ def _progress() -> Progress:
 
 
 def _announce(source: str, count: int, engine: TierEngine, backend: str) -> None:
-    typer.echo(f"{source}: {count} requests; {engine.shape}, {engine.page_size} tokens a page")
+    place = engine.shard.place
+    rank = f", rank {place.rank} of {place.count}" if place.count > 1 else ""
+    typer.echo(f"{source}: {count} requests; {engine.shape}, {engine.page_size} tokens a page{rank}")
     l1, l2, options = engine.l1_nbytes / 1e6, engine.l2_nbytes / 1e6, engine.options
     typer.echo(f"L1 {l1:.1f} MB on {options.device}; L2 {l2:.1f} MB, {engine.memory_kind}; L3 {backend}")
     typer.echo(

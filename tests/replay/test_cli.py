@@ -43,6 +43,14 @@ class Slow(Dict):
 class Lying(Dict):
     def get(self, key): return bytes(len(self.pages[key]))
 
+class LyingOnAnotherRank(Dict):
+    def get(self, key): return bytes(len(self.pages[key])) if self.namespace.ranks[0][1] else self.pages[key]
+
+class MissingOnAnotherRank(Dict):
+    def __init__(self, settings, namespace):
+        super().__init__(settings, namespace)
+        if namespace.ranks[0][1]: raise OSError("no such luck")
+
 class Dead(Dict):
     def get(self, key): raise OSError("no such luck")
     exists = get
@@ -203,12 +211,53 @@ def test_a_mistake_is_one_clear_line(run, tmp_path, arguments, complaint):
     assert out == ""
 
 
+FEW = ("--max-requests", 12)
+
+
+def test_a_replay_on_several_ranks_hits_as_one_on_a_single_rank(run):
+    _, alone, _ = run(*FEW, "--kv-shape", "mha:4x4x8:bf16")
+    status, out, errors = run(*FEW, "--kv-shape", "mha:4x4x8:bf16", "--tp", 2, "--pp", 2)
+    assert status == 0, errors
+    assert "mha:2x2x8:bf16, 64 tokens a page, rank 0 of 4" in out
+    assert out.splitlines()[-2:] == alone.splitlines()[-2:]
+
+
+def test_a_replay_finds_the_pages_of_one_with_another_tp_size_when_heads_are_split(run, tmp_path):
+    split = ("--tp-lcm-size", 2, "--mem-layout", "page_head", "--io-backend", "kernel", "--set")
+    root = f"root={tmp_path / 'pages'}"
+    _, _, _ = run(*FEW, *split, root)
+    status, out, errors = run(*FEW, *split, root, "--tp", 2)
+    assert status == 0, errors
+    assert "wrong bytes: 0" in out
+    (recomputed,) = [line for line in out.splitlines() if "recomputed" in line]
+    assert re.search(r"recomputed │\s+0 │", recomputed)  # not one page, the requests' rests aside
+
+
+def test_a_wrong_byte_on_another_rank_fails_the_replay(run, tmp_path):
+    backend = ("--backend", "backends:LyingOnAnotherRank", "--set", "integrity=false")
+    ranks = ("--l1-tokens", 2048, "--tp", 2, "--kv-shape", "mha:2x2x4:bf16")
+    status, out, errors = run(write_trace(tmp_path), *backend, *ranks)
+    assert status == 1
+    assert out.splitlines()[-1] == "wrong bytes: 0"
+    assert "rank 1 failed" in errors
+    assert re.search(r"wrong bytes: [1-9]", errors)
+
+
+def test_a_rank_that_does_not_start_fails_the_replay_and_says_why(run):
+    status, _, errors = run(*FEW, "--backend", "backends:MissingOnAnotherRank", "--tp", 2)
+    assert status == 1
+    assert "rank 1 failed" in errors
+    assert "no such luck" in errors
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_replay_leaves_nothing_behind(place, number, status):
+def test_an_interrupted_replay_leaves_nothing_behind(place, number, status, ranks):
     out_file = place / "rows.parquet"
     script = "from hicache_storage.cli import main; main()"
+    options = ["--backend", "backends:Slow", "--out", str(out_file), "--tp", str(ranks)]
     process = subprocess.Popen(
-        [sys.executable, "-c", script, "replay", "--backend", "backends:Slow", "--out", str(out_file)],
+        [sys.executable, "-c", script, "replay", *options],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         text=True,
         stdout=subprocess.PIPE,
