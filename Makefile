@@ -1,7 +1,7 @@
 # make demo   replay a request trace through all tiers       (TRACE=path.jsonl, ARGS="--seed 7")
 # make test   run all tests, the plugins on real servers included (as root it installs these from Debian)
 # make test-sglang   the adapter on SGLang's own controllers (SGLANG="0.5.10.post1 0.5.14 0.5.23")
-# make test-mooncake, make test-s3   one plugin's tests
+# make test-mooncake, make test-nixl, make test-s3   one plugin's tests
 # make test-gpu   the cases that need a CUDA device; make test-triton   the GPU's copy kernel without one
 # make sglang-matrix the same on all versions, and docs/sglang.md from it
 # make lint   ruff and mypy

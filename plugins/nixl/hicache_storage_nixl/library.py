@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,7 @@ def plugin_file(api: Any, plugin: str) -> Path | None:
 
 
 def problem_with(api: Any, plugin: str) -> str:
-    """Why one of NIXL's plugins cannot be loaded here, the missing library by name; empty if it can.
+    """Why one of NIXL's plugins cannot be loaded here, missing libraries by name; empty if it can.
 
     NIXL itself lists every plugin that it has a file for, loadable or not.
     """
@@ -76,8 +78,18 @@ def problem_with(api: Any, plugin: str) -> str:
     try:
         ctypes.CDLL(str(path))
     except OSError as error:
-        return str(error).replace(str(path), path.name)
+        missing = _missing_libraries(path)
+        return f"missing {', '.join(missing)}" if missing else str(error).replace(str(path), path.name)
     return ""
+
+
+def _missing_libraries(path: Path) -> list[str]:
+    """All of them: the loader itself names only the first."""
+    try:
+        said = subprocess.run(["ldd", str(path)], capture_output=True, text=True, timeout=10, check=False)  # noqa: S603, S607
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return re.findall(r"(\S+) => not found", said.stdout)
 
 
 def _fitting(installed: dict[str, str]) -> str:

@@ -27,10 +27,15 @@ from hicache_storage_nixl.transfers import Transfers
 class NixlStorage(HiCacheStorage):
     """Pages behind the NIXL plugin that ``settings`` name, or the first that initialises.
 
-    Thread-safe: the agent is created with NIXL's reader-writer locks. Calls take as long as the store
-    takes and then nothing touches the caller's memory; ``open_storage`` bounds them from outside, on
-    memory of its own. Of no use in a child that was forked after it was opened: calls there raise
-    ClosedError, and the child opens its own.
+    NIXL cannot call a transfer off, nor give one up without its data arriving later. So a call that
+    has a deadline never lets NIXL see the caller's memory: pages pass through registered slots of ours,
+    copied under a lease that ends with the deadline. A transfer that is in flight then keeps its slots
+    and its thread until it is done, whenever that is, and is released only then. A call without a
+    deadline waits as long as the store takes, so files are read straight into registered L2 and
+    written from there.
+
+    Thread-safe: the agent is created with NIXL's reader-writer locks. Of no use in a child that was
+    forked after it was opened: calls there raise ClosedError, and the child opens its own.
     """
 
     Settings = NixlSettings
@@ -74,7 +79,11 @@ class NixlStorage(HiCacheStorage):
         return self._pages().batch_set_from(keys, pages)
 
     def register_buffer(self, buffer: Buffer) -> None:
-        """Announce memory for pages; NIXL refuses pages outside it. Raises UnavailableError."""
+        """Announce memory for pages, once. Raises UnavailableError.
+
+        Files are moved there directly when a call has no deadline; BufferMismatchError is what pages
+        outside it get then.
+        """
         self._open()[1].register(buffer)
 
     def unregister_buffer(self, buffer: Buffer) -> None:
