@@ -1,7 +1,7 @@
 """Removes pages: some, a namespace's, or the oldest.
 
-Every removal changes its namespace's token twice: before, so that nothing said until then is believed,
-even should this process die; and after, for what was said meanwhile.
+Every removal ends by changing its namespace's token. One of many pages also begins by that, so that
+nothing said until then is believed even should this process die half-way.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ def delete(client: Client, removals: Removals, keys: Sequence[str]) -> None:
     """Remove these pages. Raises StorageError; some may be gone then."""
     if not keys:
         return
-    with _announced(removals, {key.partition("/")[0] for key in keys}):
+    try:
         client.delete(keys)
+    finally:
+        for digest in {key.partition("/")[0] for key in keys}:
+            removals.change(digest)
 
 
 def clear_namespace(client: Client, digest: str) -> Iterator[Stored]:

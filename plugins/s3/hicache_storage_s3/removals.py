@@ -1,4 +1,4 @@
-"""The removal token of a namespace: changed before and after every removal by a client of ours.
+"""The removal token of a namespace: changed by every removal by a client of ours.
 
 A token read before a page was seen, and still the same later, says that no client of ours has
 removed any page in between. It is one small object a namespace, so checking it is one request,

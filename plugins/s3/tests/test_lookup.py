@@ -160,14 +160,14 @@ def test_a_client_that_dies_while_it_removes_leaves_nothing_to_believe(opened, n
     writer, reader = opened(), opened()
     store(writer, keys, tools)
     assert reader.batch_exists(keys) == [True] * 128
-    real = writer._opened.client.delete
+    real = writer._opened.client.delete_paths
 
-    def removed_and_died(keys):
-        real(keys)
+    def removed_and_died(paths):
+        real([path for path in paths if path.endswith(tuple(keys[40:50]))])
         monkeypatch.setattr(writer._opened.lookup.removals, "change", lambda _: None)
 
-    monkeypatch.setattr(writer._opened.client, "delete", removed_and_died)
-    writer.delete(keys[40:50])
+    monkeypatch.setattr(writer._opened.client, "delete_paths", removed_and_died)
+    writer.clear()
     assert reader.batch_exists(keys) == [not 40 <= i < 50 for i in range(128)]
 
 
