@@ -16,9 +16,9 @@ import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from hicache_storage.errors import SettingsError
 from hicache_storage.layers.faults import FaultPlan
@@ -121,6 +121,13 @@ def split_settings(
     sdk.update({key: value for key, value in table.items() if key in sdk_keys})
     own.update({key: value for key, value in table.items() if key in own_keys})
     return _validate(SdkSettings, sdk, backend), _validate(model, own, backend)
+
+
+def secret_settings(table: Mapping[str, Any], model: type[BaseModel]) -> list[str]:
+    """The keys of ``table`` that the backend declares as secrets (pydantic's SecretStr, or None)."""
+    fields = model.model_fields.items()
+    secret = {name for name, field in fields if SecretStr in (field.annotation, *get_args(field.annotation))}
+    return [key for key in table if key in secret]
 
 
 def environment_prefix(backend: str) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 from hicache_storage.errors import SettingsError
 from hicache_storage.open import check_settings
+from hicache_storage.registry import find_backend
+from hicache_storage.settings import NoSettings, environment_prefix, secret_settings
 
 OLDEST = (0, 5, 10)
 """First SGLang version whose dynamic backends this adapter was run with."""
@@ -21,9 +23,15 @@ IO_BACKEND = "direct"
 def launch_args(backend: str, settings: Mapping[str, Any], sglang_version: str | None = None) -> list[str]:
     """The arguments for ``python -m sglang.launch_server`` that load ``backend`` with ``settings``.
 
-    Raises SettingsError when a setting is wrong or the SGLang version is older than 0.5.10.
+    Raises SettingsError when a setting is wrong or a secret, or the SGLang version is older than 0.5.10.
     """
     check_settings(backend, settings)
+    if secrets := secret_settings(settings, find_backend(backend).Settings or NoSettings):
+        names = ", ".join(environment_prefix(backend) + key.upper() for key in secrets)
+        raise SettingsError(
+            f"{', '.join(secrets)}: every user of the machine can read arguments; set {names} in the "
+            "environment of SGLang instead"
+        )
     if sglang_version is not None and _release(sglang_version) < OLDEST:
         raise SettingsError(f"SGLang {sglang_version} is older than 0.5.10, the oldest that is supported")
     extra = {

@@ -157,3 +157,14 @@ def test_the_backend_says_what_is_in_force(opened):
         "straight from L2: presigned requests work; conditional: the store honours If-None-Match"
     )
     assert storage.S3Storage.capabilities.bounded
+
+
+@pytest.mark.parametrize("key", ["access_key_id", "secret_access_key", "session_token", "proxy"])
+def test_no_secret_becomes_an_argument_of_sglang(key):
+    from hicache_storage.sglang.launch_args import launch_args
+
+    table = {"bucket": "b", "access_key_id": "a", "secret_access_key": SECRET, key: SECRET}
+    with pytest.raises(SettingsError, match=f"HICACHE_S3_{key.upper()}") as caught:
+        launch_args("s3", table)
+    assert SECRET not in str(caught.value)
+    assert launch_args("s3", {"bucket": "b"})
