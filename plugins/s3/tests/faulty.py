@@ -122,6 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.status:
             answer = f"<Error><Code>{fault.code}</Code></Error>".encode()
             self._answer(fault.status, [("Content-Length", str(len(answer)))], answer, Fault())
+            if len(body) < length:
+                self._linger()
             return
         status, headers, answer = self._ask(body)
         self._answer(status, headers, answer, fault)
@@ -174,6 +176,15 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
             else:
                 self._write(bytes(body) + fault.extra)
+
+    def _linger(self):
+        """As servers do that answer early: closing at once would reset the connection under the answer."""
+        with contextlib.suppress(OSError):
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(5)
+            while self.connection.recv(65536):
+                pass
 
     def _write(self, some):
         self.wfile.write(some)
