@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from enum import Enum
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,9 @@ from hicache_storage import SettingsError, UnavailableError
 from hicache_storage_mooncake.doctor import doctor
 from hicache_storage_mooncake.processes import Log, start_master, start_owner
 from hicache_storage_mooncake.settings import ENVIRONMENT, MIN_SEGMENT_NBYTES, size_nbytes
+
+END_SECONDS = 2.0
+"""Time for a command to end by itself after Ctrl-C."""
 
 app = typer.Typer(name="mooncake", help="Try out Mooncake on this machine.", no_args_is_help=True)
 
@@ -67,7 +70,7 @@ def up(
             "global_segment_size": 0 if nbytes else "1gb",
         }
         if command:
-            raise typer.Exit(_run(command, settings))
+            raise typer.Exit(_run(command, settings, done))
         print(f"master at {servers[0].address}, its metrics at http://127.0.0.1:{metrics_port}/metrics")
         print(f"store of {nbytes >> 20} MiB" if nbytes else "no store: each client contributes memory")
         print("settings:", json.dumps(settings))
@@ -84,13 +87,20 @@ def up(
     print(f"stopped in {time.monotonic() - started:.1f} s")
 
 
-def _run(command: list[str], settings: dict[str, object]) -> int:
+def _run(command: list[str], settings: dict[str, object], stopped: threading.Event) -> int:
     """The exit status of a command that finds the store where SGLang would look for it."""
     found = {name: str(settings[key]) for name, key in ENVIRONMENT.items() if key in settings}
     try:
-        return subprocess.run(command, env={**os.environ, **found}, check=False).returncode  # noqa: S603
+        process = subprocess.Popen(command, env={**os.environ, **found})  # noqa: S603
     except OSError as error:
         raise SettingsError(f"{command[0]}: {error.strerror}") from error
+    while process.poll() is None:
+        if stopped.wait(0.1):  # Ctrl-C on a terminal has reached the command too
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+            process.terminate()
+            process.wait()
+    return process.returncode
 
 
 @app.command("doctor")
