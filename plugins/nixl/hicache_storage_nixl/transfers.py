@@ -65,6 +65,7 @@ class Transfers:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._registered: dict[Buffer, Any] = {}
+        self._streams = 0
 
     def new_number(self) -> int:
         """A number that no other target has; NIXL refuses to register the same one twice."""
@@ -109,6 +110,8 @@ class Transfers:
         flying: dict[int, _Flight] = {}
         waiting: int | None = None
         with self._room:
+            with self._lock:
+                self._streams += 1
             try:
                 while True:
                     while len(flying) < width:
@@ -129,11 +132,13 @@ class Transfers:
             finally:
                 if flying:  # whatever ended it: memory of a transfer in flight is not the caller's yet
                     self._land(flying, lambda *_: None, until_empty=True)
+                with self._lock:
+                    self._streams -= 1
 
     def close(self) -> None:
-        """Unregister what is left; no call may be in progress."""
+        """Unregister what is left, unless a stream hangs: then that is for the agent to do, when it ends."""
         with self._lock:
-            left = list(self._registered)
+            left = [] if self._streams else list(self._registered)
         for memory in left:
             self.unregister(memory)
 
