@@ -31,7 +31,12 @@ def reports(server, tmp_path_factory):
         report = tmp_path_factory.mktemp("suite") / "report.json"
         given = [f"--set={key}={value}" for key, value in settings.items()]
         command = [sys.executable, "-m", "hicache_conformance", "--backend", "nixl", *given, *more]
-        running[mode] = report, subprocess.Popen([*command, "--json", str(report)], stdout=subprocess.DEVNULL)
+        running[mode] = (
+            report,
+            subprocess.Popen(
+                [*command, "--json", str(report)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            ),
+        )
 
     files = {"plugin": "posix", "root": "{tmp}", "capacity": "4GB"}
     for mode, (way, direct_io, groups) in FILES.items():
