@@ -44,12 +44,19 @@ def objects(root: Path) -> list[Path]:
 
 
 def combinations() -> list[object]:
-    """Every pool kind and layout that this version of SGLang has, and stores whole."""
+    """Every pool kind and layout that this version of SGLang has."""
+    left_out = [pytest.mark.skip(reason="this version leaves the index out: the attach is refused")]
     return [
-        pytest.param(kind, layout, io, id=f"{kind}-{layout}-{io}")
+        pytest.param(
+            kind,
+            layout,
+            io,
+            id=f"{kind}-{layout}-{io}",
+            marks=left_out if kind == "dsa" and SGLANG == "0.5.10.post1" else [],
+        )
         for kind in KINDS
         for layout, io in LAYOUTS
-        if unsupported(kind, layout) is None and not (kind == "dsa" and SGLANG == "0.5.10.post1")
+        if unsupported(kind, layout) is None
     ]
 
 
