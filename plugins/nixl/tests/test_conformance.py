@@ -8,9 +8,6 @@ import pytest
 
 pytest.importorskip("hicache_conformance", reason="the suite is not installed")
 
-UNFIT = "capacity is refused: a bucket is bounded by its own lifecycle rules"
-XFAIL = {"capacity.an_object_larger_than_the_store": UNFIT}
-
 BYTES_ONLY = ["--group=contract", "--group=content", "--group=zero-copy"]
 """The groups in which it matters how bytes get to the disk; the others ran in the sibling mode."""
 
@@ -41,10 +38,8 @@ def reports(server, tmp_path_factory):
     files = {"plugin": "posix", "root": "{tmp}", "capacity": "4GB"}
     for mode, (way, direct_io, groups) in FILES.items():
         start(mode, {**files, "params": json.dumps({way: True}), "direct_io": direct_io}, groups)
-    xfail = tmp_path_factory.mktemp("xfail") / "xfail.yaml"
-    xfail.write_text(json.dumps(XFAIL))
     objects = {"plugin": "obj", "params": json.dumps(server.params())}
-    start("objects", objects, ["--xfail", str(xfail)])
+    start("objects", objects, [])
 
     def wait(mode):
         report, process = running[mode]
