@@ -7,7 +7,6 @@ registered memory works behind it. Batches are cut to fit, which caps the extra 
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -59,7 +58,7 @@ class BounceMemory:
             return mine
         if mine is not None:
             self._storage.unregister_buffer(mine)
-        grown = Buffer.of(mmap.mmap(-1, nbytes))
+        grown = Buffer.allocate(nbytes)
         self._storage.register_buffer(grown)
         with self._lock:
             self._registered = [memory for memory in self._registered if memory is not mine] + [grown]

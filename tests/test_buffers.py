@@ -2,6 +2,8 @@
 
 import mmap
 import random
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -69,3 +71,18 @@ def test_copying_keeps_every_byte_however_the_two_lists_are_cut(sizes, others, l
     scatter(content, [Buffer.of(piece) for piece in source])
     copy([Buffer.of(piece) for piece in source], [Buffer.of(piece) for piece in target])
     assert b"".join(target) == content
+
+
+def test_fresh_memory_is_page_aligned_and_ours_alone():
+    child = """
+import os
+from hicache_storage import Buffer
+fresh = Buffer.allocate(4096)
+assert fresh.address % os.sysconf("SC_PAGE_SIZE") == 0
+if os.fork() == 0:
+    fresh.view[0] = 1
+    os._exit(0)
+os.wait()
+assert fresh.view[0] == 0
+"""
+    subprocess.run([sys.executable, "-c", child], check=True, timeout=60)

@@ -10,7 +10,6 @@ error for ever, because ``set`` finds that the key is there.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +65,7 @@ class HeaderArena:
         with self._lock:
             free = self._free.setdefault(size, [])
             if not free:
-                block = Buffer.of(mmap.mmap(-1, self.BLOCK_NBYTES))
+                block = Buffer.allocate(self.BLOCK_NBYTES)
                 self._storage.register_buffer(block)
                 self._blocks.append(block)
                 free.extend(block.slice(at, size) for at in range(0, block.nbytes - size + 1, size))

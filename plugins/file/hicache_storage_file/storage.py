@@ -1,6 +1,6 @@
 """The file backend: pages as files, moved by several threads, bounded in room and in time.
 
-Beside its directory it costs a few threads, and 1 MiB for each reading thread once it has to wait
+Beside its directory it costs a few threads, and 2 MiB for each reading thread once it has to wait
 for the disk.
 """
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from hicache_storage import Buffer, time_left
-from hicache_storage.buffers import gather, scatter
+from hicache_storage.buffers import copy
 from hicache_storage.layers.breaker import KeyMemory
 from hicache_storage_mooncake import batches, codes
 from hicache_storage_mooncake.client import Client
@@ -166,7 +166,7 @@ class Objects:
         if code >= codes.OK or code not in codes.ABSENT:
             return min(code, codes.OK)
         whole = mmap.mmap(-1, sum(sizes))
-        scatter(gather([Buffer(*piece) for piece in zip(addresses, sizes, strict=True)]), [Buffer.of(whole)])
+        copy([Buffer(*piece) for piece in zip(addresses, sizes, strict=True)], [Buffer.of(whole)])
         with self.registered(whole) as buffer:
             upsert = partial(self._client.store.batch_upsert_from, [key], [buffer.address], [buffer.nbytes])
             return self._ask(partial(upsert, self._config), 1)[0]

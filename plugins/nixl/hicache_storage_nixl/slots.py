@@ -6,7 +6,6 @@ not used for anything else, and the caller's memory is never in its reach.
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,8 +55,6 @@ class SlotMemory:
             smaller = self._free.pop() if self._free else None
         if smaller is not None:
             self._transfers.unregister(smaller)
-        memory = mmap.mmap(-1, nbytes)
-        memory.madvise(mmap.MADV_HUGEPAGE)  # the kernel finds its way through 4 MiB in two steps
-        whole = Buffer.of(memory)
+        whole = Buffer.allocate(nbytes)
         self._transfers.register(whole)
         return whole

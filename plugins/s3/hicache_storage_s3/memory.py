@@ -6,11 +6,9 @@ pages pass through memory of the thread that sends them.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import threading
 
-from hicache_storage.buffers import Buffer, Page
+from hicache_storage.buffers import Buffer
 
 
 class ThreadMemory:
@@ -23,17 +21,6 @@ class ThreadMemory:
         """The calling thread's memory, at least ``nbytes`` of it cut to size; reused by the next call."""
         memory: Buffer | None = getattr(self._mine, "memory", None)
         if memory is None or memory.nbytes < nbytes:
-            memory = Buffer.of(mmap.mmap(-1, max(nbytes, 1 << 16)))
+            memory = Buffer.allocate(max(nbytes, 1 << 16))
             self._mine.memory = memory
         return memory.slice(0, nbytes)
-
-
-def copy_page(page: Page, target: Buffer) -> None:
-    """Copy the page's bytes in order to the start of ``target``.
-
-    Unlike slice assignment, ctypes lets go of the GIL for the time of the copy (0.4 ms for 4 MiB).
-    """
-    address = target.address
-    for buffer in page:
-        ctypes.memmove(address, buffer.address, buffer.nbytes)
-        address += buffer.nbytes

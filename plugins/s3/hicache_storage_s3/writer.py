@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from hicache_storage.batch_pool import Lease
-from hicache_storage.buffers import Buffer, Page, page_nbytes
+from hicache_storage.buffers import Buffer, Page, copy, page_nbytes
 from hicache_storage_s3.client import Client
 from hicache_storage_s3.direct import Direct
-from hicache_storage_s3.memory import ThreadMemory, copy_page
+from hicache_storage_s3.memory import ThreadMemory
 from hicache_storage_s3.retry import Persistence
 from hicache_storage_s3.wire import PuzzledError
 
@@ -100,7 +100,7 @@ class Writer:
                     logger.warning("%s to a presigned request; pages are stored through obstore then", error)
         memory = self._memory.of(page_nbytes(page))
         with lease.held():
-            copy_page(page, memory)
+            copy(page, [memory])
         return self._client.put(key, memory.view, create=create)
 
     def _write_parts(self, key: str, page: Page, lease: Lease, replace: bool) -> bool:
@@ -115,7 +115,7 @@ class Writer:
         for pieces in cut_page(page, self._part_size):
             part = bytearray(page_nbytes(pieces))
             with lease.held():
-                copy_page(pieces, Buffer.of(part))
+                copy(pieces, [Buffer.of(part)])
             yield bytes(part)
 
 
