@@ -25,10 +25,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import figures
+from figures import Line
 from rich.console import Console
 from rich.table import Table
 
@@ -49,17 +51,6 @@ BARS = {
     "exists_us": 300.0,
     "extra_mib": 16.0,
 }
-
-
-@dataclass(frozen=True)
-class Line:
-    """One measured figure and the bar it is held to."""
-
-    name: str
-    value: float
-    unit: str
-    bar: str = ""
-    passed: bool | None = None
 
 
 class Plain:
@@ -396,11 +387,7 @@ def report(lines: Sequence[Line], rates: dict[str, dict[str, float]], facts: dic
     for kind, found in rates.items():
         table.add_row(kind, *(f"{rate:.2f}" for rate in found.values()))
     console.print(table)
-    table = Table("figure", "value", "bar", "")
-    for line in lines:
-        verdict = {True: "[green]holds", False: "[red]missed", None: ""}[line.passed]
-        table.add_row(line.name, f"{line.value:.2f} {line.unit}".strip(), line.bar, verdict)
-    console.print(table)
+    console.print(figures.table(lines))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from socket import socket
 
+import figures
+from figures import Line
 from rich.console import Console
-from rich.table import Table
 
 from hicache_storage import Buffer, HiCacheStorage, Namespace, Page, open_storage
 from hicache_storage.deadline import deadline
@@ -42,17 +43,6 @@ NAMESPACE = Namespace(model="benchmark", dtype="bfloat16", page_size=64)
 BARS = {"embedded": 0.90, "tcp": 0.95}
 DEADLINE_SECONDS = 0.5
 LATE_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Line:
-    """One measured figure and the bar it is held to."""
-
-    name: str
-    value: float
-    unit: str
-    bar: str = ""
-    passed: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -276,12 +266,8 @@ def main() -> int:
             lines += measure(pure, pages, whole, options.rounds, "tcp")
             lines += measure_hang(pure, master.pause, master.resume)
             close_idle()
-    shown = Table("figure", "value", "bar", "")
-    for line in lines:
-        verdict = "" if line.passed is None else "pass" if line.passed else "FAIL"
-        shown.add_row(line.name, f"{line.value:.2f} {line.unit}", line.bar, verdict)
     console = Console()
-    console.print(shown)
+    console.print(figures.table(lines))
     console.print(json.dumps(machine(), indent=1))
     if options.json:
         found = {

@@ -32,8 +32,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from figures import Line, table
 from rich.console import Console
-from rich.table import Table
 
 from hicache_storage import Buffer, HiCacheStorage, Namespace, Page, open_storage
 from hicache_storage.deadline import deadline
@@ -43,17 +43,6 @@ NAMESPACE = Namespace(model="benchmark", dtype="bfloat16", page_size=64)
 OF_RAW = 0.95
 OF_SGLANG = 1.0
 MOVES = ("put", "get", "exists")
-
-
-@dataclass(frozen=True)
-class Line:
-    """One measured figure and the bar it is held to."""
-
-    name: str
-    value: float
-    unit: str
-    bar: str = ""
-    passed: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -278,7 +267,8 @@ def measure_hole(way: str, found: dict[str, Contestant], root: Path, count: int)
         if who not in found:
             continue
         assert all(found[who].put())
-        sought = "page-7" if who == "plugin" else "*page-7_*"
+        lost = f"page-{count // 2}"
+        sought = lost if who == "plugin" else f"*{lost}_*"
         for path in list((root / who).rglob(sought)):
             path.unlink()
         came = sum(map(bool, found[who].get()))
@@ -336,11 +326,7 @@ def main() -> int:
         facts = machine(options.root)
     finally:
         shutil.rmtree(options.root, ignore_errors=True)
-    shown = Table("figure", "value", "bar", "")
-    for line in found:
-        verdict = "" if line.passed is None else "pass" if line.passed else "FAIL"
-        shown.add_row(line.name, f"{line.value:.2f} {line.unit}", line.bar, verdict)
-    Console().print(shown)
+    Console().print(table(found))
     Console().print(json.dumps(facts, indent=1))
     if options.json:
         given = {key: str(value) for key, value in vars(options).items() if key not in ("json", "root")}
